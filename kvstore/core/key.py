@@ -1,0 +1,125 @@
+"""Block keys: the identity of a block of KV, chained over the prefix and rooted in the namespace.
+
+A block's key is hash(parent key ‖ token ids as little-endian uint32); the parent of a prefix's first block is
+the namespace's root. So equal keys mean equal tokens from position 0 on, computed by the same model in the same
+layout for the same tenant. SHA-256 by default, since users choose the prompts and a collision would serve one
+user's KV to another (CVE-2025-25183 is such a case); `xxh3_128` only where every client is trusted.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, NewType
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.core.errors import ConfigError
+
+BlockKey = NewType("BlockKey", bytes)
+"""KEY_BYTES bytes that name one block; opaque to everybody but this module."""
+
+KEY_BYTES = 32
+HashName = Literal["sha256", "xxh3_128"]
+MAX_TOKEN_ID = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that must agree for the KV of equal tokens to be interchangeable.
+
+    `kv_layout` names the order of bytes inside a block and changes whenever that order does;
+    `block_bytes` is the size of one block's payload, K and V of all layers.
+    `tenant` is the tenant's salt: equal prompts of two tenants share nothing.
+    """
+
+    model: str
+    weights_digest: str
+    dtype: str
+    kv_layout: str
+    block_tokens: int
+    block_bytes: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    lora: str = ""
+    tenant: str = ""
+    hash_name: HashName = "sha256"
+
+    def __post_init__(self) -> None:
+        if self.hash_name not in _HASHES:
+            raise ConfigError(f"hash_name is {self.hash_name!r}; known are {', '.join(_HASHES)}")
+        if self.block_tokens <= 0 or self.block_bytes <= 0:
+            raise ConfigError("block_tokens and block_bytes must be positive")
+
+    def digest(self) -> bytes:
+        """Return the 32-byte SHA-256 of all fields; two namespaces share blocks only if it is equal."""
+        hasher = hashlib.sha256(b"kvstore-namespace-1")
+        for field in fields(self):
+            value = str(getattr(self, field.name)).encode()
+            hasher.update(field.name.encode() + b"\0" + len(value).to_bytes(8, "little") + value)
+        return hasher.digest()
+
+    def root(self) -> BlockKey:
+        """Return the parent key of every prefix's first block."""
+        return BlockKey(_HASHES[self.hash_name](b"kvstore-root-1" + self.digest()))
+
+
+def chain_keys(
+    namespace: Namespace,
+    token_ids: Sequence[int] | npt.NDArray[np.uint32],
+    parent: BlockKey | None = None,
+) -> list[BlockKey]:
+    """Return the keys of the full blocks of `token_ids`, in order; the tokens of a last partial block are ignored.
+
+    `token_ids` follow the block `parent` (None: they start the prefix). A uint32 array is hashed in place.
+    Raises ValueError for a token id outside of uint32.
+    """
+    tokens = _as_uint32(token_ids)
+    stride = namespace.block_tokens * 4
+    view = memoryview(tokens).cast("B")
+    digest = _HASHES[namespace.hash_name]
+    key: bytes = namespace.root() if parent is None else parent
+    keys: list[BlockKey] = []
+    for start in range(0, len(view) - stride + 1, stride):
+        key = digest(key + view[start : start + stride])
+        keys.append(BlockKey(key))
+    return keys
+
+
+def join_keys(keys: Sequence[BlockKey]) -> bytes:
+    """Return the keys as one bytes object, the form in which they travel."""
+    return b"".join(keys)
+
+
+def split_keys(joined: bytes) -> list[BlockKey]:
+    """Undo `join_keys`. Raises ValueError where the length is no multiple of KEY_BYTES."""
+    if len(joined) % KEY_BYTES:
+        raise ValueError(f"{len(joined)} bytes are not a whole number of {KEY_BYTES}-byte keys")
+    return [BlockKey(joined[i : i + KEY_BYTES]) for i in range(0, len(joined), KEY_BYTES)]
+
+
+def _as_uint32(token_ids: Sequence[int] | npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.dtype("<u4"):
+        return np.ascontiguousarray(token_ids)
+    wide = np.asarray(token_ids, dtype=np.int64)
+    if wide.size and (int(wide.min()) < 0 or int(wide.max()) > MAX_TOKEN_ID):
+        raise ValueError("a token id lies outside of uint32")
+    return wide.astype("<u4")
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _xxh3_128(data: bytes) -> bytes:
+    # Doubled, so that keys have one width whatever made them.
+    return xxhash.xxh3_128_digest(data) * 2
+
+
+_HASHES: dict[str, Callable[[bytes], bytes]] = {"sha256": _sha256, "xxh3_128": _xxh3_128}

@@ -1,0 +1,447 @@
+"""The control protocol between clients and the daemon: what a frame looks like and which messages exist.
+
+ZMQ DEALER to ROUTER over ipc://, two frames per message: a fixed header and a msgpack body. Bytes of blocks
+never travel here; they lie in the shared region, and messages name places in it.
+
+    header: magic "KV" | u16 version | u32 reserved | u64 boot epoch | u64 incarnation | u64 sequence
+
+The epoch names one start of the daemon, the incarnation one attached engine. A message with another epoch is
+refused with `stale_epoch`, and the client attaches again. Requests that concern no shared memory (statistics,
+sessions) may come from a client that is not attached: it leaves epoch and incarnation 0. A reply carries the
+sequence of its request; a fetch is answered by several messages, all others by exactly one.
+"""
+
+import struct
+from typing import Final, NewType, TypeVar
+
+import msgspec
+
+from kvstore.core.errors import ProtocolError
+
+PROTOCOL_VERSION: Final = 1
+MAX_BODY_BYTES: Final = 8 << 20
+MAX_KEYS: Final = 65_536
+_MAGIC = b"KV"
+_HEADER = struct.Struct("<2sHIQQQ")
+
+Epoch = NewType("Epoch", int)
+Incarnation = NewType("Incarnation", int)
+_T = TypeVar("_T")
+
+
+class ErrorCode:
+    """The values of `Error.code`."""
+
+    MALFORMED: Final = "malformed"
+    TOO_LONG: Final = "too_long"
+    VERSION: Final = "version"
+    STALE_EPOCH: Final = "stale_epoch"
+    NOT_ATTACHED: Final = "not_attached"
+    BAD_REQUEST: Final = "bad_request"
+    NOT_FOUND: Final = "not_found"
+    CONFLICT: Final = "conflict"
+    BUSY: Final = "busy"
+    INTERNAL: Final = "internal"
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The first frame of every message."""
+
+    epoch: int = 0
+    incarnation: int = 0
+    sequence: int = 0
+    version: int = PROTOCOL_VERSION
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(_MAGIC, self.version, 0, self.epoch, self.incarnation, self.sequence)
+
+
+def decode_header(frame: bytes) -> Header:
+    """Raises ProtocolError (malformed) where `frame` is no header; the version is left to the caller to judge."""
+    if len(frame) != _HEADER.size:
+        raise ProtocolError(ErrorCode.MALFORMED, f"a header has {_HEADER.size} bytes, this one {len(frame)}")
+    magic, version, _, epoch, incarnation, sequence = _HEADER.unpack(frame)
+    if magic != _MAGIC:
+        raise ProtocolError(ErrorCode.MALFORMED, "the header does not begin with the protocol's magic")
+    return Header(epoch, incarnation, sequence, version)
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):
+    """Base of all bodies; the tag is the class name."""
+
+
+# ---------------------------------------------------------------- attach
+
+
+class NamespaceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A namespace as far as the daemon needs it; `label` is for people (model name), `digest` decides."""
+
+    digest: bytes
+    root: bytes
+    label: str
+    block_tokens: int
+    block_bytes: int
+
+
+class Ping(Message, frozen=True, tag=True): ...
+
+
+class Pong(Message, frozen=True, tag=True):
+    epoch: int
+
+
+class Attach(Message, frozen=True, tag=True):
+    """Join as an engine. `liveness_file` is the name (no '/') of a file in the run folder's `clients/` that the engine
+    holds an exclusive flock on for as long as it lives."""
+
+    namespace: NamespaceSpec
+    liveness_file: str
+    name: str = ""
+
+
+class Attached(Message, frozen=True, tag=True):
+    """`region_path` is to be mapped shared, `region_bytes` long, as described in `tiers/region.py`."""
+
+    epoch: int
+    incarnation: int
+    region_path: str
+    region_bytes: int
+    tiers: list[str]
+
+
+class Detach(Message, frozen=True, tag=True):
+    """Leave; every lease and grant of this incarnation ends."""
+
+
+class Done(Message, frozen=True, tag=True):
+    """The plain 'yes' to a request that has nothing more to say."""
+
+
+class Error(Message, frozen=True, tag=True):
+    """The request was refused as a whole; nothing was done."""
+
+    code: str
+    message: str
+
+
+# ---------------------------------------------------------------- lookup and fetch
+
+
+class Lookup(Message, frozen=True, tag=True):
+    """Which leading blocks exist? `keys` are joined block keys of one prefix, from its first block on."""
+
+    keys: bytes
+
+
+class Found(Message, frozen=True, tag=True):
+    """`tiers[i]` is the fastest TierKind that holds block i, for the leading blocks that exist; the block
+    after those answers `next` (an Outcome: MISS, PENDING, UNKNOWN; OK where all exist).
+
+    `why` says of a MISS what became of the block, where that is known: "evicted", "corrupt", "never_stored" …
+    """
+
+    tiers: bytes
+    next: int
+    why: str = ""
+
+
+class Fetch(Message, frozen=True, tag=True):
+    """Bring these blocks into slots and pin them. Answered by Landed messages until one says `done`.
+
+    `deadline_s` counts from receipt; what has not landed by then answers TIMED_OUT.
+    """
+
+    keys: bytes
+    deadline_s: float
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True):
+    """One block's place in this fetch or store: `index` into the request's keys, what became of it, and,
+    where that is OK, `offset` into the region and the `generation` that the slot must still show afterwards.
+    `source` is the TierKind that served it."""
+
+    index: int
+    outcome: int
+    offset: int = 0
+    generation: int = 0
+    source: int = 0
+
+
+class Landed(Message, frozen=True, tag=True):
+    """Some more blocks of a fetch. Their pins are held until Release, Detach or the engine's death.
+
+    `lease` is the same in all messages of one fetch.
+    """
+
+    lease: int
+    slots: list[Slot]
+    done: bool
+
+
+class Release(Message, frozen=True, tag=True):
+    """Give up a fetch: pins end, what has not landed is cancelled. `stale` counts slots whose
+    generation had changed under the copy.
+
+    Releasing a lease that does not exist (any more) is not an error.
+    """
+
+    lease: int
+    stale: int = 0
+
+
+# ---------------------------------------------------------------- store
+
+
+class Store(Message, frozen=True, tag=True):
+    """Ask for slots for new blocks: `keys` are consecutive blocks of one prefix, `parent` the key before the first
+    (the root for depth 0), `depth` the first one's index in the prefix."""
+
+    keys: bytes
+    parent: bytes
+    depth: int
+
+
+class Granted(Message, frozen=True, tag=True):
+    """Per key: OK with a slot to write to, or EXISTS, PENDING, BUSY, FULL … A grant lasts as long as its engine.
+
+    `retry_s` is a hint for BUSY ones.
+    """
+
+    slots: list[Slot]
+    retry_s: float = 0.0
+
+
+class Commit(Message, frozen=True, tag=True):
+    """The bytes of these granted slots are complete. `written[i]` false gives the slot back unwritten."""
+
+    keys: bytes
+    generations: list[int]
+    written: list[bool]
+
+
+class Committed(Message, frozen=True, tag=True):
+    """Per key: OK once the block is readable, STALE where the grant is not (any more) this engine's."""
+
+    outcomes: bytes
+
+
+# ---------------------------------------------------------------- what the engine did
+
+
+class Report(Message, frozen=True, tag=True):
+    """One finished request, for the statistics. Token counts partition the prompt; `hbm`, `ram`, `ssd`, `s3` were
+    served from there. `miss` counts recomputed tokens by reason. Seconds as measured by the engine."""
+
+    request_id: str
+    prompt_tokens: int
+    hbm: int
+    ram: int
+    ssd: int
+    s3: int
+    recomputed: int
+    miss: dict[str, int]
+    plan: str
+    ttft_s: float
+    saved_prefill_s: float = 0.0
+
+
+class Observe(Message, frozen=True, tag=True):
+    """Faults the engine met that the daemon cannot see, as counts by kind (unknown session, stale slot …)."""
+
+    errors: dict[str, int]
+
+
+# ---------------------------------------------------------------- sessions
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message and the exact token ids it contributed to the sequence, template tokens included."""
+
+    role: str
+    content: str
+    token_ids: list[int]
+
+
+class SessionView(msgspec.Struct, frozen=True):
+    """A session as clients see it. `messages` is empty in listings.
+
+    `namespace` is the digest as hex; `durable` is "none", "ssd" or "s3": what the newest turn survives.
+    """
+
+    id: str
+    tenant: str
+    namespace: str
+    model: str
+    revision: int
+    messages: list[ChatMessage]
+    num_messages: int
+    num_tokens: int
+    num_blocks: int
+    durable: str
+    pinned: bool
+    created_s: float
+    last_turn_s: float
+    expires_s: float | None
+    forked_from: str
+
+
+class SessionGet(Message, frozen=True, tag=True):
+    """`namespace` (digest) and `tenant` must be the session's own; a console that has neither leaves `namespace` empty
+    and gets the session if the id is unambiguous."""
+
+    id: str
+    tenant: str = ""
+    namespace: bytes = b""
+    deadline_s: float = 2.0
+
+
+class SessionFound(Message, frozen=True, tag=True):
+    session: SessionView
+
+
+class SessionPut(Message, frozen=True, tag=True):
+    """Record a finished turn. `revision` is the one the turn began from (0: a new session). If the session has moved
+    on meanwhile, or `fork` asks for it, it is saved under a new id instead. `keys` are the joined keys of all full
+    blocks of the sequence. `ttl_s` 0 takes the configured default."""
+
+    id: str
+    tenant: str
+    namespace: bytes
+    revision: int
+    messages: list[ChatMessage]
+    keys: bytes
+    fork: bool = False
+    ttl_s: float = 0.0
+    pin: bool | None = None
+
+
+class SessionSaved(Message, frozen=True, tag=True):
+    """Where the turn was saved: `id` differs from the one asked for if it was forked."""
+
+    id: str
+    revision: int
+    forked: bool
+
+
+class SessionList(Message, frozen=True, tag=True):
+    tenant: str | None = None
+    limit: int = 1000
+
+
+class Sessions(Message, frozen=True, tag=True):
+    sessions: list[SessionView]
+    total: int
+
+
+class SessionPin(Message, frozen=True, tag=True):
+    id: str
+    pinned: bool
+    tenant: str = ""
+    namespace: bytes = b""
+
+
+class SessionDelete(Message, frozen=True, tag=True):
+    """Delete the record everywhere and, in every tier, the blocks that no other session shares."""
+
+    id: str
+    tenant: str = ""
+    namespace: bytes = b""
+
+
+class SessionDeleted(Message, frozen=True, tag=True):
+    blocks_deleted: int
+    blocks_shared: int
+
+
+# ---------------------------------------------------------------- operation
+
+
+class Evict(Message, frozen=True, tag=True):
+    """Empty these tiers ("ram", "ssd", "s3"); blocks with no copy elsewhere are kept unless `drop`."""
+
+    tiers: list[str]
+    drop: bool = False
+
+
+class Evicted(Message, frozen=True, tag=True):
+    """Blocks freed and kept (pinned, or the only copy), by tier."""
+
+    freed: dict[str, int]
+    kept: dict[str, int]
+
+
+class Stats(Message, frozen=True, tag=True): ...
+
+
+class StatsReply(Message, frozen=True, tag=True):
+    """The snapshot that `kvstore stats --json` prints; its form is documented in docs/stats.md."""
+
+    stats: dict[str, object]
+
+
+Request = (
+    Ping
+    | Attach
+    | Detach
+    | Lookup
+    | Fetch
+    | Release
+    | Store
+    | Commit
+    | Report
+    | Observe
+    | SessionGet
+    | SessionPut
+    | SessionList
+    | SessionPin
+    | SessionDelete
+    | Evict
+    | Stats
+)
+Reply = (
+    Pong
+    | Attached
+    | Done
+    | Error
+    | Found
+    | Landed
+    | Granted
+    | Committed
+    | SessionFound
+    | SessionSaved
+    | Sessions
+    | SessionDeleted
+    | Evicted
+    | StatsReply
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(body: Message) -> bytes:
+    """Raises ProtocolError (too_long) instead of making a body that the other side would refuse."""
+    frame = _encoder.encode(body)
+    if len(frame) > MAX_BODY_BYTES:
+        raise ProtocolError(ErrorCode.TOO_LONG, f"a body of {len(frame)} bytes, at most {MAX_BODY_BYTES} are allowed")
+    return frame
+
+
+def decode_request(frame: bytes) -> Request:
+    """Raises ProtocolError (too_long, malformed)."""
+    return _decode(_request_decoder, frame)
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Raises ProtocolError (too_long, malformed)."""
+    return _decode(_reply_decoder, frame)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[_T]", frame: bytes) -> _T:
+    if len(frame) > MAX_BODY_BYTES:
+        raise ProtocolError(ErrorCode.TOO_LONG, f"a body of {len(frame)} bytes, at most {MAX_BODY_BYTES} are allowed")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(ErrorCode.MALFORMED, f"the body is no known message: {error}") from None
