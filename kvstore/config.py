@@ -1,0 +1,187 @@
+"""What can be configured: the sections as frozen objects, with their defaults and what must hold among them.
+
+Covers: names, types, units, limits, defaults. Where the values come from is in `kvstore/settings.py`.
+A field's name carries its unit (`size_bytes`), the key people write does not (`size = "8GiB"`); msgspec's field
+name is that key, so that a section also travels to a worker process as JSON: `msgspec.json.encode(config.ram)`.
+"""
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta, field
+
+from kvstore.core.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# sockaddr_un.sun_path holds 108 bytes with its closing zero.
+_MAX_SOCKET_PATH_BYTES = 107
+SOCKET_NAME = "control.sock"
+
+# The `unit` tells the reader how to parse a value; the `example` is what an error shows.
+Size = Annotated[int, Meta(ge=1, extra={"unit": "bytes", "example": '"8GiB"'})]
+AnySize = Annotated[int, Meta(ge=0, extra={"unit": "bytes", "example": '"1GiB", or 0'})]
+Duration = Annotated[float, Meta(gt=0, extra={"unit": "seconds", "example": '"30s"'})]
+Ratio = Annotated[float, Meta(gt=0, le=1, extra={"unit": "ratio", "example": "0.9"})]
+Count = Annotated[int, Meta(ge=1, extra={"unit": "count", "example": "8"})]
+Threads = Annotated[int, Meta(ge=1, le=256, extra={"unit": "count", "example": "8"})]
+Port = Annotated[int, Meta(ge=0, le=65535, extra={"unit": "count", "example": "8200"})]
+Flag = Annotated[bool, Meta(extra={"unit": "flag", "example": "true"})]
+Text = Annotated[str, Meta(extra={"unit": "text", "example": '"a-name"'})]
+PathText = Annotated[str, Meta(min_length=1, extra={"unit": "path", "example": '"/var/lib/kvstore"'})]
+OptionalPathText = Annotated[str, Meta(extra={"unit": "path", "example": '"/run/secrets/name"'})]
+
+
+def default_run_dir(environ: Mapping[str, str] | None = None) -> str:
+    """Return the folder of socket and liveness files: the user's own runtime folder, else one in /tmp by user id."""
+    runtime = (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR", "")
+    return f"{runtime}/kvstore" if runtime.startswith("/") else f"/tmp/kvstore-{os.getuid()}"
+
+
+def default_ssd_path(environ: Mapping[str, str] | None = None) -> str:
+    """Return the SSD tier's folder in the user's cache folder (XDG base directory specification)."""
+    env = os.environ if environ is None else environ
+    cache = env.get("XDG_CACHE_HOME", "")
+    home = env.get("HOME") or str(Path.home())
+    return f"{cache if cache.startswith('/') else f'{home}/.cache'}/kvstore/ssd"
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+class DaemonConfig(Section, frozen=True, kw_only=True):
+    """`run_dir` holds the control socket and is created with mode 0700; engines and the daemon must both see it."""
+
+    run_dir: PathText = field(default_factory=default_run_dir)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    drain_deadline_s: Duration = field(name="drain_deadline", default=10.0)
+
+
+class RamConfig(Section, frozen=True, kw_only=True):
+    """`shm_dir` is where the shared region's file lies: a tmpfs that engines map too."""
+
+    size_bytes: Size = field(name="size", default=GIB)
+    high_watermark: Ratio = 0.95
+    low_watermark: Ratio = 0.90
+    shm_dir: PathText = "/dev/shm"
+    prefault: Flag = True
+
+
+class SsdConfig(Section, frozen=True, kw_only=True):
+    """`max_bytes` caps what the tier takes physically; it also leaves `min_free_bytes` of the disk alone."""
+
+    enabled: Flag = True
+    path: PathText = field(default_factory=default_ssd_path)
+    max_bytes: Size = 10 * GIB
+    min_free_bytes: AnySize = GIB
+    segment_bytes: Size = 256 * MIB
+    threads: Threads = 4
+
+
+class S3Config(Section, frozen=True, kw_only=True):
+    """No `bucket`, no S3 tier. The two key files hold one secret each; without them boto3's own chain decides."""
+
+    bucket: Text = ""
+    prefix: Text = "kvstore"
+    endpoint: Text = ""
+    region: Text = "us-east-1"
+    access_key_file: OptionalPathText = ""
+    secret_key_file: OptionalPathText = ""
+    threads: Threads = 8
+    request_deadline_s: Duration = field(name="request_deadline", default=10.0)
+    sse: Literal["", "AES256", "aws:kms"] = ""
+    sse_kms_key_id: Text = ""
+    storage_class: Text = ""
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.bucket)
+
+
+class SessionsConfig(Section, frozen=True, kw_only=True):
+    ttl_s: Duration = field(name="ttl", default=7 * 86400.0)
+    max_sessions: Count = 10_000
+    max_tokens_per_session: Count = 1 << 20
+
+
+class HttpConfig(Section, frozen=True, kw_only=True):
+    """Port 0 takes any free one and logs which. The file `token_file` holds the bearer token that callers must show."""
+
+    enabled: Flag = True
+    host: Text = "127.0.0.1"
+    port: Port = 8200
+    token_file: OptionalPathText = ""
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """All settings of one daemon. Raises nothing by itself: `check` says what does not hold together."""
+
+    daemon: DaemonConfig = field(default_factory=DaemonConfig)
+    ram: RamConfig = field(default_factory=RamConfig)
+    ssd: SsdConfig = field(default_factory=SsdConfig)
+    s3: S3Config = field(default_factory=S3Config)
+    sessions: SessionsConfig = field(default_factory=SessionsConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first setting that cannot hold beside the others; touches no file and no network."""
+    _check_daemon(config.daemon)
+    if config.ram.low_watermark >= config.ram.high_watermark:
+        raise ConfigError("ram.low_watermark must be below ram.high_watermark")
+    if config.ssd.enabled and config.ssd.segment_bytes > config.ssd.max_bytes:
+        raise ConfigError("ssd.segment_bytes is larger than ssd.max_bytes: lower the first or raise the second")
+    _check_s3(config.s3)
+    if config.http.enabled and not config.http.token_file and not is_loopback(config.http.host):
+        raise ConfigError(
+            f"http.host {config.http.host!r} can be reached from other machines, so http.token_file must name a file "
+            "that holds a token; or set http.host to 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`; a name other than localhost counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_daemon(daemon: DaemonConfig) -> None:
+    socket_path = os.fsencode(f"{daemon.run_dir}/{SOCKET_NAME}")
+    if len(socket_path) > _MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"daemon.run_dir is too long: the socket's path would have {len(socket_path)} bytes, "
+            f"the system allows {_MAX_SOCKET_PATH_BYTES}; choose a shorter folder such as /run/kvstore"
+        )
+
+
+def _check_s3(s3: S3Config) -> None:
+    if not s3.bucket:
+        return
+    if len(s3.bucket) < 3:
+        raise ConfigError(f"s3.bucket {s3.bucket!r} is too short: bucket names have at least 3 characters")
+    if s3.prefix != s3.prefix.strip("/") or ".." in s3.prefix.split("/"):
+        raise ConfigError(f"s3.prefix {s3.prefix!r} must not begin or end with '/' or contain '..'")
+    if bool(s3.access_key_file) != bool(s3.secret_key_file):
+        raise ConfigError("s3.access_key_file and s3.secret_key_file belong together: set both or neither")
+    if s3.sse_kms_key_id and s3.sse != "aws:kms":
+        raise ConfigError('s3.sse_kms_key_id needs s3.sse = "aws:kms"')
+    if s3.endpoint:
+        _check_endpoint(s3.endpoint)
+
+
+def _check_endpoint(endpoint: str) -> None:
+    parts = urlsplit(endpoint)
+    if parts.username is not None or parts.password is not None:
+        # Not shown: it would end up in a log.
+        raise ConfigError("s3.endpoint contains credentials: put them into s3.access_key_file and s3.secret_key_file")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"s3.endpoint {endpoint!r} is no address; example: http://127.0.0.1:8333")
