@@ -82,7 +82,7 @@ def chain_keys(
     """
     tokens = _as_uint32(token_ids)
     stride = namespace.block_tokens * 4
-    view = memoryview(tokens).cast("B")
+    view = tokens.data.cast("B")
     digest = _HASHES[namespace.hash_name]
     key: bytes = namespace.root() if parent is None else parent
     keys: list[BlockKey] = []

@@ -1,0 +1,320 @@
+"""The catalog: for every known block, its identity, which tiers hold it, and who pins it.
+
+One owner thread. Columns indexed by a dense id, not one object per block. An entry's life in RAM:
+
+    (absent) --begin_write--> WRITING --finish_write--> resident --set_absent--> (ghost or absent)
+                                 └------abort_write---> (absent)
+
+WRITING is invisible to lookups but for PENDING. An entry lives while a tier holds the block, somebody writes or pins
+it, or an entry exists that names it as its parent; without a copy it is a ghost and counts as missing.
+Does not cover: bytes and places (tiers), who may pin (lease.py), when to evict (demoter.py).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.block import BlockMeta
+from kvstore.core.key import BlockKey
+from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store.index import Ids, KeyIndex
+
+STORED_TIERS = (TierKind.RAM, TierKind.SSD, TierKind.S3)
+_MAX_REASONS = 65_536
+_NO_PARENT = -1
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+@dataclass(slots=True)
+class NamespaceInfo:
+    """What is known of a namespace; `label` and `block_tokens` only since an engine attached with it."""
+
+    digest: bytes
+    root: bytes
+    payload_bytes: int
+    label: str = ""
+    block_tokens: int = 0
+
+
+def tier_bit(tier: TierKind) -> int:
+    return 1 << tier
+
+
+class Catalog:
+    """See the module. Ids stay valid while the entry lives; hold one across calls only under a pin."""
+
+    def __init__(self) -> None:
+        self._index = KeyIndex()
+        self.namespaces: list[NamespaceInfo] = []
+        self._namespace_ids: dict[bytes, int] = {}
+        rows = self._index.capacity
+        self._residency: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
+        self._writing: npt.NDArray[np.bool_] = np.zeros(rows, dtype=np.bool_)
+        self._pins: Ids = np.zeros(rows, dtype=np.int32)
+        self._parent: Ids = np.full(rows, _NO_PARENT, dtype=np.int32)
+        self._links: Ids = np.zeros(rows, dtype=np.int32)
+        self._depth: Ids = np.zeros(rows, dtype=np.int32)
+        self._namespace: npt.NDArray[np.int16] = np.full(rows, -1, dtype=np.int16)
+        self._session_refs: Ids = np.zeros(rows, dtype=np.int32)
+        self._children: dict[TierKind, Ids] = {tier: np.zeros(rows, dtype=np.int32) for tier in STORED_TIERS}
+        self._blocks = dict.fromkeys(STORED_TIERS, 0)
+        self._reasons: OrderedDict[BlockKey, str] = OrderedDict()
+
+    # ------------------------------------------------------------ namespaces
+
+    def namespace_id(self, digest: bytes, payload_bytes: int, root: bytes = b"") -> int:
+        """Return the id of the namespace, adding it if new; -1 if it is known with another block size."""
+        known = self._namespace_ids.get(digest)
+        if known is None:
+            known = len(self.namespaces)
+            self._namespace_ids[digest] = known
+            self.namespaces.append(NamespaceInfo(digest, root, payload_bytes))
+        info = self.namespaces[known]
+        info.root = info.root or root
+        return known if info.payload_bytes == payload_bytes else -1
+
+    # ------------------------------------------------------------ reading
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def blocks_in(self, tier: TierKind) -> int:
+        return self._blocks[tier]
+
+    def find(self, key: BlockKey) -> int:
+        return self._index.find(key)
+
+    def find_joined(self, keys: bytes, namespace: int) -> Ids:
+        """Return the id per joined key, -1 where unknown or of another namespace."""
+        ids = self._index.find_joined(keys)
+        other = (ids >= 0) & (self._namespace[np.maximum(ids, 0)] != namespace)
+        ids[other] = -1
+        return ids
+
+    def lookup(self, keys: bytes, namespace: int) -> tuple[bytes, Outcome]:
+        """Return the fastest tier of each leading block that exists, and what stopped the walk (OK: nothing did)."""
+        ids = self.find_joined(keys, namespace)
+        residency = self._residency[np.maximum(ids, 0)] * (ids >= 0)
+        gaps = np.flatnonzero(residency == 0)
+        hits = int(gaps[0]) if len(gaps) else len(ids)
+        outcome = Outcome.OK
+        if hits < len(ids):
+            stopped = int(ids[hits])
+            outcome = Outcome.PENDING if stopped >= 0 and self._writing[stopped] else Outcome.MISS
+        return _FASTEST[residency[:hits]].tobytes(), outcome
+
+    def why_missing(self, key: BlockKey) -> str:
+        return self._reasons.get(key, "never_stored")
+
+    def key(self, block: int) -> BlockKey:
+        return self._index.key(block)
+
+    def meta(self, block: int) -> BlockMeta:
+        parent = int(self._parent[block])
+        info = self.namespaces[int(self._namespace[block])]
+        parent_key = BlockKey(info.root) if parent == _NO_PARENT else self._index.key(parent)
+        return BlockMeta(self._index.key(block), parent_key, info.digest, int(self._depth[block]), info.payload_bytes)
+
+    def resident(self, block: int, tier: TierKind) -> bool:
+        return bool(self._residency[block] & tier_bit(tier))
+
+    def residency(self, block: int) -> int:
+        return int(self._residency[block])
+
+    def residency_of(self, blocks: Ids) -> npt.NDArray[np.uint8]:
+        return self._residency[blocks]
+
+    def writing(self, block: int) -> bool:
+        return bool(self._writing[block])
+
+    def session_refs(self, block: int) -> int:
+        return int(self._session_refs[block])
+
+    # The four questions of policies.base.EvictableView that are the same for every tier.
+
+    def pinned(self, block: int) -> bool:
+        return bool(self._pins[block]) or bool(self._writing[block])
+
+    def parent(self, block: int) -> int:
+        return int(self._parent[block])
+
+    def children_in(self, block: int, tier: TierKind) -> int:
+        return int(self._children[tier][block])
+
+    def size_bytes(self, block: int) -> int:
+        return self.namespaces[int(self._namespace[block])].payload_bytes
+
+    # ------------------------------------------------------------ changing
+
+    def ensure(self, meta: BlockMeta) -> int:
+        """Return the id of the block, adding an entry without copies if there is none.
+
+        Returns -1 where the key is known with another identity (namespace, size, depth or parent): whoever says so
+        is mistaken, and the entry stays as it is.
+        """
+        root = meta.parent if meta.depth == 0 else b""
+        namespace = self.namespace_id(meta.namespace, meta.payload_bytes, root)
+        if namespace < 0 or (root and root != self.namespaces[namespace].root):
+            return -1
+        block = self._index.find(meta.key)
+        if block < 0:
+            block = self._add(meta.key, namespace)
+        elif self._namespace[block] != namespace:
+            return -1
+        if self._depth[block] < 0:  # a ghost that was known only as a parent
+            self._depth[block] = meta.depth
+            if meta.depth:
+                self._link(block, self._ensure_parent(meta, namespace))
+        elif self._depth[block] != meta.depth or (meta.depth and self._parent_key(block) != meta.parent):
+            return -1
+        return block
+
+    def discard_unused(self, block: int) -> None:
+        """Undo an `ensure` that came to nothing: remove the entry unless something keeps it."""
+        self._collect(block)
+
+    def begin_write(self, block: int) -> None:
+        assert not self._writing[block]
+        self._writing[block] = True
+
+    def finish_write(self, block: int) -> None:
+        """The copy in RAM is complete and readable."""
+        assert self._writing[block]
+        self._writing[block] = False
+        self.set_resident(block, TierKind.RAM)
+
+    def abort_write(self, block: int) -> None:
+        assert self._writing[block]
+        self._writing[block] = False
+        self._collect(block)
+
+    def set_resident(self, block: int, tier: TierKind) -> None:
+        if self.resident(block, tier):
+            return
+        self._residency[block] |= tier_bit(tier)
+        self._blocks[tier] += 1
+        parent = self._parent[block]
+        if parent != _NO_PARENT:
+            self._children[tier][parent] += 1
+
+    def set_absent(self, block: int, tier: TierKind, reason: str) -> None:
+        """The tier holds the block no more; if that was the last copy, remember why."""
+        if not self.resident(block, tier):
+            return
+        self._residency[block] &= ~tier_bit(tier) & 0xFF
+        self._blocks[tier] -= 1
+        parent = self._parent[block]
+        if parent != _NO_PARENT:
+            self._children[tier][parent] -= 1
+        if not self._residency[block]:
+            self._remember(self._index.key(block), reason)
+        self._collect(block)
+
+    def pin(self, block: int) -> None:
+        self._pins[block] += 1
+
+    def unpin(self, block: int) -> None:
+        assert self._pins[block] > 0
+        self._pins[block] -= 1
+        self._collect(block)
+
+    def add_session_refs(self, blocks: Sequence[int], change: int) -> None:
+        for block in blocks:
+            self._session_refs[block] += change
+            assert self._session_refs[block] >= 0
+        for block in reversed(blocks):
+            self._collect(block)
+
+    def check_integrity(self) -> None:
+        """Recount what is kept incrementally; for tests and `kvstore verify`."""
+        rows = np.arange(len(self._residency))
+        live = (self._namespace >= 0) & (self._depth >= -1)
+        known = live & np.array([self._index.find(self._index.key(int(r))) == r for r in rows])
+        parents = self._parent[known & (self._parent >= 0)]
+        assert (np.bincount(parents, minlength=len(rows)) == self._links).all(), "links differ from a recount"
+        for tier in STORED_TIERS:
+            held = known & ((self._residency & tier_bit(tier)) != 0)
+            assert int(held.sum()) == self._blocks[tier], f"{tier.label}: number of blocks differs from a recount"
+            recount = np.bincount(self._parent[held & (self._parent >= 0)], minlength=len(rows))
+            assert (recount == self._children[tier]).all(), f"{tier.label}: children differ from a recount"
+
+    # ------------------------------------------------------------ private
+
+    def _add(self, key: BlockKey, namespace: int) -> int:
+        block = self._index.add(key)
+        if block >= len(self._residency):
+            self._grow(self._index.capacity)
+        self._namespace[block] = namespace
+        self._depth[block] = -1
+        self._parent[block] = _NO_PARENT
+        self._reasons.pop(key, None)
+        return block
+
+    def _ensure_parent(self, meta: BlockMeta, namespace: int) -> int:
+        parent = self._index.find(meta.parent)
+        return self._add(meta.parent, namespace) if parent < 0 else parent
+
+    def _link(self, block: int, parent: int) -> None:
+        self._parent[block] = parent
+        self._links[parent] += 1
+        for tier in STORED_TIERS:
+            self._children[tier][parent] += int(self.resident(block, tier))
+
+    def _parent_key(self, block: int) -> BlockKey | None:
+        parent = int(self._parent[block])
+        return None if parent == _NO_PARENT else self._index.key(parent)
+
+    def _remember(self, key: BlockKey, reason: str) -> None:
+        self._reasons[key] = reason
+        if len(self._reasons) > _MAX_REASONS:
+            self._reasons.popitem(last=False)
+
+    def _collect(self, block: int) -> None:
+        """Remove the entry, and then its parents, as far as nothing keeps them."""
+        while block != _NO_PARENT and not (
+            self._residency[block]
+            or self._writing[block]
+            or self._pins[block]
+            or self._links[block]
+            or self._session_refs[block]
+        ):
+            parent = int(self._parent[block])
+            if parent != _NO_PARENT:
+                self._links[parent] -= 1
+            self._parent[block] = _NO_PARENT
+            self._namespace[block] = -1
+            self._index.remove(block)
+            block = parent
+
+    def _grow(self, rows: int) -> None:
+        self._residency = _grown(self._residency, rows)
+        self._writing = _grown(self._writing, rows)
+        self._pins = _grown(self._pins, rows)
+        self._parent = _grown(self._parent, rows, _NO_PARENT)
+        self._links = _grown(self._links, rows)
+        self._depth = _grown(self._depth, rows)
+        self._namespace = _grown(self._namespace, rows, -1)
+        self._session_refs = _grown(self._session_refs, rows)
+        self._children = {tier: _grown(column, rows) for tier, column in self._children.items()}
+
+
+def _grown(column: npt.NDArray[_Number], rows: int, fill: int = 0) -> npt.NDArray[_Number]:
+    larger = np.full(rows, fill, dtype=column.dtype)
+    larger[: len(column)] = column
+    return larger
+
+
+def _fastest_table() -> npt.NDArray[np.uint8]:
+    """For every residency the fastest tier in it, so that a whole prefix is answered by one take."""
+    table = np.zeros(256, dtype=np.uint8)
+    for residency in range(256):
+        held = [tier for tier in STORED_TIERS if residency & tier_bit(tier)]
+        table[residency] = min(held, default=TierKind.HBM)
+    return table
+
+
+_FASTEST = _fastest_table()

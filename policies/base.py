@@ -1,0 +1,46 @@
+"""The interface of eviction policies: they order blocks, the store moves them."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class EvictableView(Protocol):
+    """What a policy may know of the blocks of its tier; blocks go by their dense ids."""
+
+    def pinned(self, block: int) -> bool:
+        """Whether the block must stay for now (leased, being written or read)."""
+        ...
+
+    def children(self, block: int) -> int:
+        """How many blocks of the same tier continue the prefix that this block ends."""
+        ...
+
+    def parent(self, block: int) -> int:
+        """The block before it in its prefix, or -1."""
+        ...
+
+    def size_bytes(self, block: int) -> int: ...
+
+
+class EvictionPolicy(Protocol):
+    """Knows the blocks of one tier and which to give up next. Not thread-safe."""
+
+    def on_insert(self, blocks: Sequence[int]) -> None:
+        """New in the tier, in prefix order."""
+        ...
+
+    def on_access(self, blocks: Sequence[int]) -> None:
+        """Used again, in prefix order."""
+        ...
+
+    def on_remove(self, block: int) -> None: ...
+
+    def victims(self, bytes_needed: int, view: EvictableView) -> list[int]:
+        """Return blocks to evict, in this order, that free at least `bytes_needed`; [] if not so much can be freed.
+
+        All or nothing, and leaf blocks first: no returned block has a child that stays, so a tier remains
+        closed under prefixes.
+        """
+        ...
+
+    def __len__(self) -> int: ...
