@@ -1,0 +1,85 @@
+"""Finds what a test left open in this process: files and sockets, threads, children, mapped shared memory."""
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+# Opened once by libraries and kept for the life of the process.
+_IGNORED_FILES = ("/dev/urandom", "/dev/random", "/dev/null", "/proc/", "/sys/")
+# tqdm's monitor and the standard library's pools keep idle daemon threads by design.
+_IGNORED_THREADS = ("TMonitor",)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What this process holds open at one moment. Each member is a set of names; `files` counts equal ones apart."""
+
+    files: frozenset[str]
+    threads: frozenset[str]
+    children: frozenset[str]
+    mappings: frozenset[str]
+
+    def beyond(self, before: "Opened") -> list[str]:
+        """Return a line for each thing that is open now and was not `before`."""
+        return [
+            f"{kind}: {name}"
+            for kind in ("files", "threads", "children", "mappings")
+            for name in sorted(getattr(self, kind) - getattr(before, kind))
+        ]
+
+
+def look() -> Opened:
+    """Return what is open now; a thread or a child that has ended is not counted."""
+    return Opened(_files(), _threads(), _children(), _mappings())
+
+
+def _files() -> frozenset[str]:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue  # the listing's own descriptor
+        if not target.startswith(_IGNORED_FILES):
+            names.append(f"{fd} -> {target}")
+    return frozenset(names)
+
+
+def _threads() -> frozenset[str]:
+    return frozenset(
+        f"{thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if type(thread).__name__ not in _IGNORED_THREADS
+    )
+
+
+def _children() -> frozenset[str]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:
+            continue
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            found.add(f"{pid} [{state}] {command[:120]}")
+    return frozenset(found)
+
+
+def _mappings() -> frozenset[str]:
+    found = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        # Shared and backed by a file: regions and LMDB maps. Libraries are mapped private.
+        if (
+            len(fields) == 6
+            and "s" in fields[1]
+            and not fields[5].startswith(("/dev/nvidia", "/SYSV", "/memfd", "/dev/zero"))
+        ):
+            found.add(fields[5])
+    return frozenset(found)
