@@ -179,13 +179,14 @@ class Landed(Message, frozen=True, tag=True):
 
 
 class Release(Message, frozen=True, tag=True):
-    """Give up a fetch: pins end, what has not landed is cancelled. `stale` counts slots whose
-    generation had changed under the copy.
+    """End the pins of these blocks of a fetch (indexes into its keys); without `indexes` give up the whole fetch: all
+    pins end, what has not landed is cancelled. `stale` counts slots whose generation had changed under the copy.
 
-    Releasing a lease that does not exist (any more) is not an error.
+    Releasing what is not pinned (any more) is not an error.
     """
 
     lease: int
+    indexes: list[int] | None = None
     stale: int = 0
 
 

@@ -11,7 +11,7 @@ Does not cover: bytes and places (tiers), who may pin (lease.py), when to evict 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,7 +47,9 @@ def tier_bit(tier: TierKind) -> int:
 class Catalog:
     """See the module. Ids stay valid while the entry lives; hold one across calls only under a pin."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_removed: Callable[[int], None] = lambda _: None) -> None:
+        """`on_removed` is told each id that ends, before it can be given out again."""
+        self._on_removed = on_removed
         self._index = KeyIndex()
         self.namespaces: list[NamespaceInfo] = []
         self._namespace_ids: dict[bytes, int] = {}
@@ -288,6 +290,7 @@ class Catalog:
             self._parent[block] = _NO_PARENT
             self._namespace[block] = -1
             self._index.remove(block)
+            self._on_removed(block)
             block = parent
 
     def _grow(self, rows: int) -> None:

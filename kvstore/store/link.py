@@ -1,0 +1,271 @@
+"""The control thread's end of one worker process: bounded queues in front of it, loads before stores.
+
+Operations wait here, not in the worker, so that they can be taken back; only a window of them is out at a time.
+A worker that dies fails what was out (after the process is certainly gone, so no slot has a late writer) and
+is started again, less and less often.
+"""
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store import ops
+from kvstore.store.worker import WorkerSettings
+
+_log = logging.getLogger(__name__)
+_RESTART_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+# While loads keep coming, a batch of stores still goes out this often, so that blocks become durable.
+_STORE_AT_LEAST_EVERY_S = 0.25
+MAX_WAITING_LOADS = 65_536
+
+OnResult = Callable[[ops.Result], None]
+SubmitOp = ops.Read | ops.Write | ops.Delete | ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Recover
+
+
+@dataclass(slots=True)
+class _Out:
+    """An operation that the worker has and has not answered."""
+
+    on_result: OnResult
+    num_bytes: int
+    is_load: bool
+
+
+class WorkerLink:
+    """See the module. Callbacks run on the control thread, from `receive`, `pump` or `stop`."""
+
+    def __init__(
+        self,
+        kind: TierKind,
+        settings: WorkerSettings,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        *,
+        load_window: int,
+        store_window_bytes: int,
+        on_recovered: Callable[[ops.Recovered], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kind = kind
+        self.ready = False
+        self.failure = ""
+        self.level = ops.Level(0, 0, None, {})
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self._settings = settings
+        self._context = context
+        self._load_window = load_window
+        self._store_window_bytes = store_window_bytes
+        self._on_recovered = on_recovered
+        self._clock = clock
+        self._socket: zmq.Socket[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._next_op = 1
+        self._out: dict[int, _Out] = {}
+        self._loads: deque[tuple[SubmitOp, _Out]] = deque()
+        self._stores: deque[tuple[SubmitOp, _Out]] = deque()
+        self._loads_out = 0
+        self._stores_out_bytes = 0
+        self._last_store = 0.0
+        self._restarts = 0
+        self._restart_at: float | None = None
+        self._stopping = False
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        socket_path = Path(self._settings.socket.removeprefix("ipc://"))
+        with contextlib.suppress(FileNotFoundError):
+            socket_path.unlink()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.bind(self._settings.socket)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.store.worker"], stdin=subprocess.PIPE, env=_worker_environment()
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(msgspec.json.encode(self._settings))
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._restart_at = None
+
+    def sources(self) -> "list[zmq.Socket[bytes] | int]":
+        """What to poll for: call `receive` when one of these is readable."""
+        return [] if self._socket is None else [self._socket, self._pidfd]
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._out or self._loads or self._stores)
+
+    def request_stop(self) -> None:
+        """Ask the worker to finish what it has begun and to leave; never blocks."""
+        self._stopping = True
+        self._restart_at = None
+        if self._socket is not None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send(ops.encoder.encode([ops.Stop()]), zmq.NOBLOCK)
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for the worker after `request_stop`, kill it at the deadline; idempotent."""
+        self._stopping = True
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=max(0.0, deadline_s))
+            except subprocess.TimeoutExpired:
+                _log.warning("%s: the worker did not stop in time and was killed", self.kind.label)
+                self._process.kill()
+                self._process.wait()
+        self._lost()
+
+    # ------------------------------------------------------------ work
+
+    def next_op(self) -> int:
+        self._next_op += 1
+        return self._next_op
+
+    def load(self, op: ops.Read, on_result: OnResult) -> bool:
+        """Queue a read; False where the queue is full (the answer is BUSY) or the tier is down."""
+        if not self.ready or len(self._loads) >= MAX_WAITING_LOADS:
+            return False
+        self._loads.append((op, _Out(on_result, op.meta.payload_bytes, True)))
+        return True
+
+    def cancel_loads(self, wanted: Callable[[int], bool]) -> None:
+        """Take back the reads that are still waiting here and whose number is not wanted; they answer CANCELLED."""
+        kept: deque[tuple[SubmitOp, _Out]] = deque()
+        cancelled: list[tuple[SubmitOp, _Out]] = []
+        for op, out in self._loads:
+            (kept if wanted(op.op) else cancelled).append((op, out))
+        self._loads = kept
+        for op, out in cancelled:
+            out.on_result(ops.Result(op.op, Outcome.CANCELLED))
+
+    def store(self, op: ops.Write | ops.Delete, on_result: OnResult) -> None:
+        """Queue a write or delete; whoever calls bounds how many (see `store_room`)."""
+        num_bytes = op.meta.payload_bytes if isinstance(op, ops.Write) else 0
+        self._stores.append((op, _Out(on_result, num_bytes, False)))
+
+    def store_room(self) -> bool:
+        """Whether another write would go out soon, rather than wait here."""
+        return self.ready and not self._stores and self._stores_out_bytes < self._store_window_bytes
+
+    def record(self, op: ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Recover, on_result: OnResult) -> None:
+        """Send at once: records are small and somebody waits for them. UNAVAILABLE at once where the tier is down."""
+        if not self.ready:
+            on_result(ops.Result(op.op, Outcome.UNAVAILABLE))
+            return
+        self._send([(op, _Out(on_result, 0, False))])
+
+    def pump(self) -> None:
+        """Send what the windows allow; start a dead worker again when it is time."""
+        now = self._clock()
+        if self._restart_at is not None and now >= self._restart_at:
+            self.start()
+        if not self.ready:
+            return
+        batch = []
+        while self._loads and self._loads_out < self._load_window:
+            batch.append(self._loads.popleft())
+            self._loads_out += 1
+        stores_may_go = not self._loads_out or now - self._last_store >= _STORE_AT_LEAST_EVERY_S
+        while self._stores and stores_may_go and self._stores_out_bytes < self._store_window_bytes:
+            op, out = self._stores.popleft()
+            self._stores_out_bytes += out.num_bytes
+            self._last_store = now
+            batch.append((op, out))
+        if batch:
+            self._send(batch)
+
+    def receive(self) -> None:
+        """Take in all answers that are there, then notice whether the process is gone."""
+        if self._socket is None:
+            return
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            for reply in ops.reply_decoder.decode(frame):
+                self._handle(reply)
+        if self._process is not None and self._process.poll() is not None:
+            self._lost()
+
+    # ------------------------------------------------------------ private
+
+    def _send(self, batch: list[tuple[SubmitOp, _Out]]) -> None:
+        assert self._socket is not None
+        for op, out in batch:
+            self._out[op.op] = out
+        # Never blocks: no high-water mark, and what is out is bounded by the windows.
+        self._socket.send(ops.encoder.encode([op for op, _ in batch]))
+
+    def _handle(self, reply: ops.Reply) -> None:
+        match reply:
+            case ops.Ready():
+                self.ready = True
+                self.failure = ""
+                self._restarts = 0
+            case ops.Failed():
+                self.failure = reply.message
+                _log.error("%s: %s", self.kind.label, reply.message)
+            case ops.Level():
+                self.level = reply
+            case ops.Recovered():
+                self._on_recovered(reply)
+                if reply.done:
+                    self._settle(ops.Result(reply.op, Outcome.OK))
+            case ops.Result():
+                self._settle(reply)
+
+    def _settle(self, result: ops.Result) -> None:
+        out = self._out.pop(result.op, None)
+        if out is None:
+            return
+        if out.is_load:
+            self._loads_out -= 1
+            self.bytes_out += out.num_bytes if result.outcome == Outcome.OK else 0
+        else:
+            self._stores_out_bytes -= out.num_bytes
+            self.bytes_in += out.num_bytes if result.outcome == Outcome.OK else 0
+        out.on_result(result)
+
+    def _lost(self) -> None:
+        """The process is gone: fail what it had, and what waits, then plan to start another."""
+        if self._socket is None:
+            return
+        self.ready = False
+        self._socket.close()
+        self._socket = None
+        os.close(self._pidfd)
+        waiting = [(op.op, out) for op, out in (*self._loads, *self._stores)]
+        failed = [*self._out.items(), *waiting]
+        self._out, self._loads, self._stores = {}, deque(), deque()
+        self._loads_out = self._stores_out_bytes = 0
+        for op, out in failed:
+            out.on_result(ops.Result(op, Outcome.UNAVAILABLE))
+        if not self._stopping:
+            delay = _RESTART_AFTER_S[min(self._restarts, len(_RESTART_AFTER_S) - 1)]
+            self._restarts += 1
+            self._restart_at = self._clock() + delay
+            _log.warning("%s: the worker is gone (%s); another starts in %.1f s", self.kind.label, self.failure, delay)
+
+
+def _worker_environment() -> dict[str, str]:
+    # Threads of numeric libraries would only fight for the cores that the engine needs.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,0 +1,128 @@
+"""The messages between the control thread and the worker process of a slow tier.
+
+One ZMQ PAIR per worker, one msgpack list of operations or results per message. Payloads lie in the shared region;
+an operation names their place. Every operation is answered by exactly one Result with its number, a Recover by
+Recovered ones that end with `done`.
+"""
+
+import msgspec
+
+from kvstore.core.block import BlockMeta
+from kvstore.core.key import BlockKey
+
+
+class PackedMeta(msgspec.Struct, frozen=True, array_like=True):
+    """A BlockMeta in a message."""
+
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    depth: int
+    payload_bytes: int
+
+    @classmethod
+    def pack(cls, meta: BlockMeta) -> "PackedMeta":
+        return cls(meta.key, meta.parent, meta.namespace, meta.depth, meta.payload_bytes)
+
+    def unpack(self) -> BlockMeta:
+        return BlockMeta(BlockKey(self.key), BlockKey(self.parent), self.namespace, self.depth, self.payload_bytes)
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Copy the block from the tier into the slot at `offset`."""
+
+    op: int
+    meta: PackedMeta
+    offset: int
+
+
+class Write(msgspec.Struct, frozen=True, tag=True):
+    """Copy the slot at `offset` to the tier. `may_exist`: ask the tier first, since it may well hold the block."""
+
+    op: int
+    meta: PackedMeta
+    offset: int
+    may_exist: bool = False
+
+
+class Delete(msgspec.Struct, frozen=True, tag=True):
+    op: int
+    key: bytes
+
+
+class RecordPut(msgspec.Struct, frozen=True, tag=True):
+    op: int
+    name: str
+    data: bytes
+    if_match: str | None = None
+    if_absent: bool = False
+
+
+class RecordGet(msgspec.Struct, frozen=True, tag=True):
+    op: int
+    name: str
+
+
+class RecordDelete(msgspec.Struct, frozen=True, tag=True):
+    op: int
+    name: str
+
+
+class Recover(msgspec.Struct, frozen=True, tag=True):
+    """Answer with everything that is there from before, blocks and, under `prefix`, records."""
+
+    op: int
+    prefix: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Finish what has begun, close the tier and exit."""
+
+
+Op = Read | Write | Delete | RecordPut | RecordGet | RecordDelete | Recover | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The tier is open."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The tier cannot be opened; the worker exits. `fatal`: the settings are wrong, trying again is of no use."""
+
+    message: str
+    fatal: bool
+
+
+class Result(msgspec.Struct, frozen=True, tag=True):
+    """`outcome` is an Outcome. For records: OK with `data` and `etag`, MISS, or EXISTS where a condition did not hold.
+    `seconds` is the time the tier itself took."""
+
+    op: int
+    outcome: int
+    data: bytes = b""
+    etag: str = ""
+    seconds: float = 0.0
+
+
+class Recovered(msgspec.Struct, frozen=True, tag=True):
+    op: int
+    blocks: list[PackedMeta]
+    records: list[bytes]
+    done: bool
+
+
+class Level(msgspec.Struct, frozen=True, tag=True):
+    """How full the tier is, and its faults so far by kind; sent after every batch that may have changed it."""
+
+    blocks: int
+    used_bytes: int
+    capacity_bytes: int | None
+    faults: dict[str, int]
+    state: str = "ok"
+
+
+Reply = Ready | Failed | Result | Recovered | Level
+
+encoder = msgspec.msgpack.Encoder()
+op_decoder: msgspec.msgpack.Decoder[list[Op]] = msgspec.msgpack.Decoder(list[Op])
+reply_decoder: msgspec.msgpack.Decoder[list[Reply]] = msgspec.msgpack.Decoder(list[Reply])

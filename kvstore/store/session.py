@@ -1,0 +1,271 @@
+"""Sessions: which there are, which blocks they hold, and how far each is durable.
+
+Covers: the table in memory, compare-and-swap on revisions, forks, sharing, expiry. Does not cover: where records are
+kept (session_sync.py).
+
+    put(revision seen) ── is the newest ──► revision + 1
+                       └─ is older, or an edit ──► fork: a new id, revision 1, sharing the blocks of the same prefix
+"""
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.outcome import TierKind
+from kvstore.store import record as records
+from kvstore.store.catalog import Catalog, tier_bit
+from kvstore.store.index import Ids
+from kvstore.store.record import SessionKey, SessionRecord
+from kvstore.wire import ErrorCode, SessionPut, SessionView
+
+_MAX_CACHED_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Session:
+    """What is always in memory of a session; its text lies in the record.
+
+    `ssd_revision` and `s3_revision` are the newest revisions that are durable there, `s3_etag` the bucket's tag of the
+    record we last put or saw.
+    """
+
+    key: SessionKey
+    model: str
+    revision: int
+    num_messages: int
+    num_tokens: int
+    blocks: Ids
+    created_s: float
+    last_turn_s: float
+    ttl_s: float
+    pinned: bool
+    forked_from: str
+    ssd_revision: int = 0
+    s3_revision: int = 0
+    s3_etag: str = ""
+    is_putting: dict[TierKind, bool] = field(default_factory=lambda: {TierKind.SSD: False, TierKind.S3: False})
+    checked_at: float = -1e9
+
+    @property
+    def expires_s(self) -> float | None:
+        return None if self.pinned else self.last_turn_s + self.ttl_s
+
+
+class SessionTable:
+    """Owned by the control thread. A session's blocks keep their catalog entries, with or without copies."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        ttl_s: float,
+        max_sessions: int,
+        max_tokens: int,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._catalog = catalog
+        self._ttl_s = ttl_s
+        self._max_sessions = max_sessions
+        self._max_tokens = max_tokens
+        self._wall_clock = wall_clock
+        self._sessions: dict[SessionKey, Session] = {}
+        # Records in memory, coldest first; one whose text is nowhere else stays.
+        self._cache: OrderedDict[SessionKey, SessionRecord] = OrderedDict()
+        self._cached_bytes = 0
+        self.dirty: set[SessionKey] = set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    # ------------------------------------------------------------ reading
+
+    def get(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
+    def find(self, session_id: str, tenant: str, namespace: bytes) -> Session:
+        """Return the session; without `namespace` the one of this id if there is only one. Raises ProtocolError."""
+        if namespace:
+            found = [self._sessions[key]] if (key := (tenant, namespace, session_id)) in self._sessions else []
+        else:
+            found = [
+                s for s in self._sessions.values() if s.key[2] == session_id and (not tenant or s.key[0] == tenant)
+            ]
+        if not found:
+            raise ProtocolError(ErrorCode.NOT_FOUND, f"no session {session_id!r}")
+        if len(found) > 1:
+            raise ProtocolError(ErrorCode.CONFLICT, f"{len(found)} sessions are called {session_id!r}: name the tenant")
+        return found[0]
+
+    def cached(self, key: SessionKey) -> SessionRecord | None:
+        record = self._cache.get(key)
+        if record is not None:
+            self._cache.move_to_end(key)
+        return record
+
+    def view(self, session: Session, record: SessionRecord | None = None) -> SessionView:
+        tenant, namespace, session_id = session.key
+        return SessionView(
+            id=session_id,
+            tenant=tenant,
+            namespace=namespace.hex(),
+            model=session.model,
+            revision=session.revision,
+            messages=[] if record is None else record.messages,
+            num_messages=session.num_messages,
+            num_tokens=session.num_tokens,
+            num_blocks=len(session.blocks),
+            durable=self.durable(session),
+            pinned=session.pinned,
+            created_s=session.created_s,
+            last_turn_s=session.last_turn_s,
+            expires_s=session.expires_s,
+            forked_from=session.forked_from,
+        )
+
+    def durable(self, session: Session) -> str:
+        """ "s3" or "ssd" if the newest record and every full block of it lie there, synced; else "none"."""
+        if session.s3_revision == session.revision and self._all_in(session, TierKind.S3):
+            return "s3"
+        if session.ssd_revision == session.revision and self._all_in(session, TierKind.SSD):
+            return "ssd"
+        return "none"
+
+    # ------------------------------------------------------------ changing
+
+    def put(self, put: SessionPut, root: bytes, model: str, payload_bytes: int) -> tuple[Session, bool]:
+        """Record a turn; return the session it went to and whether that is a fork. Raises ProtocolError."""
+        records.check_id(put.id)
+        if sum(len(message.token_ids) for message in put.messages) > self._max_tokens:
+            raise ProtocolError(ErrorCode.BAD_REQUEST, f"a session has at most {self._max_tokens} tokens")
+        now = self._wall_clock()
+        key = (put.tenant, put.namespace, put.id)
+        known = self._sessions.get(key)
+        forked = put.fork or (known is not None and known.revision != put.revision)
+        session_id, base = (self.fork_id(key), None) if forked else (put.id, known)
+        record = SessionRecord(
+            id=session_id,
+            tenant=put.tenant,
+            namespace=put.namespace,
+            root=root,
+            model=model,
+            payload_bytes=payload_bytes,
+            revision=1 if forked else put.revision + 1,
+            messages=put.messages,
+            keys=put.keys,
+            created_s=now if base is None else base.created_s,
+            last_turn_s=now,
+            ttl_s=put.ttl_s or (self._ttl_s if base is None else base.ttl_s),
+            pinned=put.pin if put.pin is not None else base is not None and base.pinned,
+            forked_from=put.id if forked else ("" if base is None else base.forked_from),
+            s3_revision=0 if base is None else base.s3_revision,
+            s3_etag="" if base is None else base.s3_etag,
+        )
+        session = self.adopt(record)
+        self.dirty.add(session.key)
+        self._drop_oldest()
+        return session, forked
+
+    def adopt(self, record: SessionRecord, ssd_revision: int | None = None) -> Session:
+        """Enter a record as the newest of its session. `ssd_revision`: what of it is durable on SSD, where known."""
+        blocks = []
+        for meta in record.metas():
+            block = self._catalog.ensure(meta)
+            if block < 0:
+                break
+            self._catalog.add_session_refs([block], 1)
+            blocks.append(block)
+        before = self._sessions.get(record.session_key)
+        session = Session(
+            key=record.session_key,
+            model=record.model,
+            revision=record.revision,
+            num_messages=len(record.messages),
+            num_tokens=sum(len(message.token_ids) for message in record.messages),
+            blocks=np.array(blocks, dtype=np.int32),
+            created_s=record.created_s,
+            last_turn_s=record.last_turn_s,
+            ttl_s=record.ttl_s,
+            pinned=record.pinned,
+            forked_from=record.forked_from,
+            s3_revision=record.s3_revision,
+            s3_etag=record.s3_etag,
+        )
+        if before is not None:
+            session.ssd_revision = before.ssd_revision
+            session.is_putting = before.is_putting
+            self._catalog.add_session_refs(before.blocks.tolist(), -1)
+        if ssd_revision is not None:
+            session.ssd_revision = ssd_revision
+        self._sessions[session.key] = session
+        self.remember(record)
+        return session
+
+    def remember(self, record: SessionRecord) -> None:
+        """Keep the record in memory, within the cache's bound."""
+        before = self._cache.pop(record.session_key, None)
+        self._cached_bytes += _weight(record) - (0 if before is None else _weight(before))
+        self._cache[record.session_key] = record
+        for key in list(self._cache):
+            if self._cached_bytes <= _MAX_CACHED_BYTES:
+                break
+            session = self._sessions.get(key)
+            is_elsewhere = session is None or session.revision in (session.ssd_revision, session.s3_revision)
+            if is_elsewhere and key != record.session_key:
+                self._cached_bytes -= _weight(self._cache.pop(key))
+
+    def remove(self, session: Session) -> list[int]:
+        """Forget the session; return those of its blocks that no other session holds, children first.
+
+        Their entries are pinned once, by the caller's leave, until the caller unpins them.
+        """
+        del self._sessions[session.key]
+        self.dirty.discard(session.key)
+        cached = self._cache.pop(session.key, None)
+        self._cached_bytes -= 0 if cached is None else _weight(cached)
+        blocks = session.blocks.tolist()
+        for block in blocks:
+            self._catalog.pin(block)
+        self._catalog.add_session_refs(blocks, -1)
+        alone = [block for block in reversed(blocks) if self._catalog.session_refs(block) == 0]
+        for block in set(blocks) - set(alone):
+            self._catalog.unpin(block)
+        return alone
+
+    def fork_id(self, key: SessionKey) -> str:
+        """Return an id that is not taken, made from the one it forks from."""
+        tenant, namespace, session_id = key
+        stem = session_id.partition("~")[0][:180]
+        while True:
+            forked = f"{stem}~{secrets.token_hex(4)}"
+            if (tenant, namespace, forked) not in self._sessions:
+                return forked
+
+    def expired(self) -> list[Session]:
+        now = self._wall_clock()
+        return [s for s in self._sessions.values() if s.expires_s is not None and s.expires_s <= now]
+
+    def age_s(self, session: Session) -> float:
+        """Seconds since the session's last turn."""
+        return self._wall_clock() - session.last_turn_s
+
+    def _drop_oldest(self) -> None:
+        if len(self._sessions) <= self._max_sessions:
+            return
+        unpinned = [session for session in self._sessions.values() if not session.pinned]
+        for session in sorted(unpinned, key=lambda s: s.last_turn_s)[: len(self._sessions) - self._max_sessions]:
+            session.ttl_s = 0.0  # the next expiry takes it
+
+    def _all_in(self, session: Session, tier: TierKind) -> bool:
+        return bool((self._catalog.residency_of(session.blocks) & tier_bit(tier)).all())
+
+
+def _weight(record: SessionRecord) -> int:
+    return sum(len(message.content) + 8 * len(message.token_ids) for message in record.messages) + len(record.keys)

@@ -1,0 +1,317 @@
+"""The worker process of one slow tier: it alone touches the disk or the bucket, and the shared region.
+
+A process of its own, since checksums and S3 clients burn CPU and the control thread must not wait for the
+interpreter lock. Started by `link.py` as `python -m kvstore.store.worker` with WorkerSettings as JSON on
+standard input; it ends on Stop and dies with its parent.
+
+    main thread      receives operations, hands them out, sends results
+    reader threads   one block at a time, so that blocks land one by one
+    writer threads   batches where the tier syncs per batch (SSD: one thread), single blocks else (S3)
+"""
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import zmq
+
+from kvstore.config import S3Config, SsdConfig
+from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable
+from kvstore.core.key import BlockKey
+from kvstore.core.outcome import Outcome
+from kvstore.store import ops
+from tiers.base import RecordStore, Tier
+from tiers.region import Region
+
+_log = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
+_RECOVERED_PER_MESSAGE = 4096
+_SSD_BATCH_BYTES = 32 << 20
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """`parent` is the process that the worker must not outlive."""
+
+    tier: Literal["ssd", "s3"]
+    socket: str
+    parent: int
+    log_level: str
+    region_path: str
+    epoch: int
+    ssd: SsdConfig | None = None
+    s3: S3Config | None = None
+
+
+def main() -> int:
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {settings.tier}: %(message)s"
+    )
+    _die_with(settings.parent)
+    # The daemon decides when to stop; a Ctrl-C in its terminal reaches this process too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(settings.socket)
+    try:
+        region = Region.attach(Path(settings.region_path), settings.epoch)
+        tier, records = _open(settings)
+    except KVStoreError as error:
+        failed = ops.Failed(str(error), fatal=isinstance(error, ConfigError))
+        socket.send(ops.encoder.encode([failed]))
+        context.destroy()
+        return 1
+    worker = Worker(socket, tier, records, region, _threads(settings), batching=settings.tier == "ssd")
+    try:
+        worker.run()
+    finally:
+        tier.close()
+        region.close()
+        context.destroy()
+    return 0
+
+
+class Worker:
+    """Carries out operations until Stop; see the module for its threads."""
+
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        tier: Tier,
+        records: RecordStore,
+        region: Region,
+        threads: int,
+        *,
+        batching: bool,
+    ) -> None:
+        self._socket = socket
+        self._tier = tier
+        self._records = records
+        self._region = region
+        self._batching = batching
+        self._answers: queue.SimpleQueue[ops.Reply] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+        self._writes: queue.SimpleQueue[ops.Op | None] = queue.SimpleQueue()
+        writers = 1 if batching else max(1, threads // 2)
+        self._writers = [threading.Thread(target=self._write_loop, name=f"writer-{i}") for i in range(writers)]
+
+    def run(self) -> None:
+        for writer in self._writers:
+            writer.start()
+        self._answer(ops.Ready())
+        self._answer(self._level())
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        going_on = True
+        while going_on:
+            ready = dict(poller.poll())
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if self._socket in ready:
+                going_on = self._accept(ops.op_decoder.decode(self._socket.recv()))
+            self._send_answers()
+        self._finish()
+
+    def _accept(self, accepted: list[ops.Op]) -> bool:
+        for op in accepted:
+            match op:
+                case ops.Stop():
+                    return False
+                case ops.Read():
+                    self._readers.submit(self._run, op.op, partial(self._read, op))
+                case ops.RecordGet():
+                    self._readers.submit(self._run, op.op, partial(self._record_get, op))
+                case ops.Recover():
+                    self._readers.submit(self._recover, op)
+                case _:
+                    self._writes.put(op)
+        return True
+
+    def _finish(self) -> None:
+        for _ in self._writers:
+            self._writes.put(None)
+        for writer in self._writers:
+            writer.join()
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._send_answers()
+        os.close(self._wake)
+
+    def _send_answers(self) -> None:
+        batch = []
+        while not self._answers.empty():
+            batch.append(self._answers.get())
+        if batch:
+            self._socket.send(ops.encoder.encode(batch))
+
+    def _answer(self, reply: ops.Reply) -> None:
+        self._answers.put(reply)
+        os.eventfd_write(self._wake, 1)
+
+    # ------------------------------------------------------------ reading
+
+    def _run(self, op: int, action: Callable[[], ops.Result]) -> None:
+        """The root of every single operation: whatever happens, it is answered."""
+        started = time.monotonic()
+        try:
+            result = action()
+        except TierUnavailable:
+            result = ops.Result(op, Outcome.UNAVAILABLE)
+        except Exception:
+            _log.exception("an operation failed")
+            result = ops.Result(op, Outcome.UNAVAILABLE)
+        self._answer(msgspec.structs.replace(result, seconds=time.monotonic() - started))
+        if result.outcome in (Outcome.CORRUPT, Outcome.UNAVAILABLE):
+            self._answer(self._level())
+
+    def _read(self, op: ops.Read) -> ops.Result:
+        with self._region.view(op.offset, op.meta.payload_bytes) as view:
+            (outcome,) = self._tier.read([op.meta.unpack()], [view])
+        return ops.Result(op.op, outcome)
+
+    def _record_get(self, op: ops.RecordGet) -> ops.Result:
+        record = self._records.get(op.name)
+        if record is None:
+            return ops.Result(op.op, Outcome.MISS)
+        return ops.Result(op.op, Outcome.OK, record.data, record.etag)
+
+    def _recover(self, op: ops.Recover) -> None:
+        try:
+            blocks: list[ops.PackedMeta] = []
+            for meta in self._tier.recover():
+                blocks.append(ops.PackedMeta.pack(meta))
+                if len(blocks) == _RECOVERED_PER_MESSAGE:
+                    self._answer(ops.Recovered(op.op, blocks, [], False))
+                    blocks = []
+            for name in self._records.names(op.prefix):
+                record = self._records.get(name)
+                if record is not None:
+                    self._answer(ops.Recovered(op.op, [], [record.data], False))
+            self._answer(ops.Recovered(op.op, blocks, [], True))
+        except Exception:
+            _log.exception("recovery ended early; what was not read counts as missing")
+            self._answer(ops.Recovered(op.op, [], [], True))
+
+    # ------------------------------------------------------------ writing
+
+    def _write_loop(self) -> None:
+        following: ops.Op | None = None
+        while True:
+            op = following or self._writes.get()
+            following = None
+            if op is None:
+                return
+            if isinstance(op, ops.Write | ops.Delete):
+                batch, following = self._batch(op)
+                self._run_batch(batch)
+            elif isinstance(op, ops.RecordPut | ops.RecordDelete):
+                self._run(op.op, partial(self._record, op))
+            if following is None and self._writes.empty():
+                self._answer(self._level())
+
+    def _batch(self, first: ops.Write | ops.Delete) -> tuple[list[ops.Write | ops.Delete], ops.Op | None]:
+        """Take what else is waiting and of the same kind; return also the operation that came after it, if any."""
+        batch = [first]
+        taken_bytes = first.meta.payload_bytes if isinstance(first, ops.Write) else 0
+        while self._batching and taken_bytes < _SSD_BATCH_BYTES and not self._writes.empty():
+            op = self._writes.get()
+            if op is None or type(op) is not type(first):
+                if op is None:
+                    self._writes.put(None)
+                return batch, op
+            assert isinstance(op, ops.Write | ops.Delete)
+            batch.append(op)
+            taken_bytes += op.meta.payload_bytes if isinstance(op, ops.Write) else 0
+        return batch, None
+
+    def _run_batch(self, batch: list[ops.Write | ops.Delete]) -> None:
+        started = time.monotonic()
+        try:
+            outcomes = self._write_batch(batch) if isinstance(batch[0], ops.Write) else self._delete_batch(batch)
+        except Exception:
+            _log.exception("a batch of %d writes failed", len(batch))
+            outcomes = [Outcome.UNAVAILABLE] * len(batch)
+        seconds = (time.monotonic() - started) / len(batch)
+        for op, outcome in zip(batch, outcomes, strict=True):
+            self._answer(ops.Result(op.op, outcome, seconds=seconds))
+
+    def _write_batch(self, batch: list[ops.Write | ops.Delete]) -> list[Outcome]:
+        writes = [op for op in batch if isinstance(op, ops.Write)]
+        if len(writes) == 1 and writes[0].may_exist:
+            known = self._tier.contains([writes[0].meta.unpack().key])
+            if known == [Outcome.OK]:
+                return [Outcome.EXISTS]
+        views = [self._region.view(op.offset, op.meta.payload_bytes) for op in writes]
+        try:
+            return self._tier.write([op.meta.unpack() for op in writes], views)
+        finally:
+            for view in views:
+                view.release()
+
+    def _delete_batch(self, batch: list[ops.Write | ops.Delete]) -> list[Outcome]:
+        return self._tier.delete([BlockKey(op.key) for op in batch if isinstance(op, ops.Delete)])
+
+    def _record(self, op: ops.RecordPut | ops.RecordDelete) -> ops.Result:
+        if isinstance(op, ops.RecordPut):
+            etag = self._records.put(op.name, op.data, if_match=op.if_match, if_absent=op.if_absent)
+            return ops.Result(op.op, Outcome.EXISTS) if etag is None else ops.Result(op.op, Outcome.OK, etag=etag)
+        return ops.Result(op.op, Outcome.OK if self._records.delete(op.name) else Outcome.MISS)
+
+    def _level(self) -> ops.Level:
+        usage = self._tier.usage()
+        return ops.Level(usage.blocks, usage.used_bytes, usage.capacity_bytes, _faults(self._tier))
+
+
+def _faults(tier: Tier) -> dict[str, int]:
+    faults = getattr(tier, "faults", None)
+    return dict(faults()) if callable(faults) else {}
+
+
+def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore]:
+    # Imported here, so that the SSD's worker does not carry boto3 and the bucket's does not carry LMDB.
+    if settings.tier == "ssd":
+        from tiers.ssd import SsdTier
+
+        assert settings.ssd is not None
+        ssd = SsdTier(
+            Path(settings.ssd.path),
+            max_bytes=settings.ssd.max_bytes,
+            min_free_bytes=settings.ssd.min_free_bytes,
+            segment_bytes=settings.ssd.segment_bytes,
+        )
+        return ssd, ssd.records
+    from tiers.s3 import S3Settings, S3Tier
+
+    assert settings.s3 is not None
+    s3 = S3Tier(S3Settings(**{name: getattr(settings.s3, name) for name in settings.s3.__struct_fields__}))
+    return s3, s3.records
+
+
+def _threads(settings: WorkerSettings) -> int:
+    section = settings.ssd or settings.s3
+    assert section is not None
+    return section.threads
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
