@@ -1,0 +1,254 @@
+"""The HTTP API: health, statistics, metrics, sessions, eviction; a process of its own that asks the daemon like anyone.
+
+Started by the daemon as `python -m kvstore.api` with ApiSettings as JSON on standard input (or `python -m kvstore.api
+FILE`). Covers: routes and the process. Does not cover: who may ask (`kvstore/guard.py`), the metrics' names
+(`kvstore/metrics.py`). Errors are JSON: {"error": {"code": "not_found", "message": "…"}}.
+"""
+
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from kvstore import metrics
+from kvstore.client import Client
+from kvstore.config import HttpConfig, is_loopback
+from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
+from kvstore.guard import Guard, read_token
+from kvstore.line import Line, LineBusy
+from kvstore.process import end_with_parent
+from kvstore.version import VERSION
+from kvstore.wire import ErrorCode, SessionView
+
+_log = logging.getLogger(__name__)
+_STATUS: Final = {
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.CONFLICT: 409,
+    ErrorCode.BUSY: 503,
+    ErrorCode.BAD_REQUEST: 400,
+    ErrorCode.TOO_LONG: 400,
+}
+_STATUS_CODES: Final = {404: "not_found", 405: "method_not_allowed", 400: "bad_request"}
+_MAX_CONNECTIONS: Final = 128
+_GRACE_S: Final = 3
+# Probes of an orchestrator have no token, and the answer tells nothing about anybody.
+_OPEN_PATHS: Final = ("/health",)
+
+
+class ApiSettings(msgspec.Struct, frozen=True):
+    """`parent` is the process that the API must not outlive; 0: none."""
+
+    run_dir: str
+    http: HttpConfig
+    log_level: str = "info"
+    parent: int = 0
+
+
+class PinRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    pinned: bool
+
+
+class EvictRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tiers: list[Literal["ram", "ssd", "s3"]]
+    drop: bool = False
+
+
+Tenant = Annotated[str, Query(max_length=256)]
+
+
+def create_app(connect: Callable[[], Client], http: HttpConfig) -> FastAPI:
+    """Return the app. `connect` is called once, on the thread that alone uses its client. Reads the token file.
+
+    Raises ConfigError where the token file is no use.
+    """
+    line = Line(connect)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        line.close()
+
+    app = FastAPI(title="kvstore", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    token = read_token(Path(http.token_file)) if http.token_file else None
+    # With a token, or a name we cannot know, the Host header proves nothing.
+    hosts = {"localhost", "127.0.0.1", "::1", http.host} if token is None and is_loopback(http.host) else None
+    app.add_middleware(Guard, token=token, open_paths=_OPEN_PATHS, hosts=hosts)
+    _add_error_handlers(app)
+    _add_operation(app, line)
+    _add_sessions(app, line)
+    return app
+
+
+def _add_operation(app: FastAPI, line: Line) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        round_trip_s = await line.ask(lambda client: client.ping())
+        return {"status": "ok", "round_trip_s": round_trip_s}
+
+    @app.get("/v1/stats")
+    async def stats() -> JSONResponse:
+        return JSONResponse(await line.ask(lambda client: client.stats()))
+
+    @app.get("/metrics")
+    async def prometheus(request: Request) -> Response:
+        try:
+            snapshot = await line.ask(lambda client: client.stats())
+        except TierUnavailable:
+            # Scraping goes on while the daemon is away: that is when `kvstore_up` is worth something.
+            snapshot = None
+        body, content_type = metrics.render(snapshot, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    @app.post("/v1/evict")
+    async def evict(order: EvictRequest) -> dict[str, Any]:
+        if not order.tiers:
+            raise HTTPException(400, "tiers must name at least one of ram, ssd, s3")
+        done = await line.ask(lambda client: client.evict(list(order.tiers), order.drop))
+        return {"freed": done.freed, "kept": done.kept}
+
+
+def _add_sessions(app: FastAPI, line: Line) -> None:
+    @app.get("/v1/sessions")
+    async def list_sessions(
+        tenant: Annotated[str | None, Query(max_length=256)] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    ) -> dict[str, Any]:
+        found = await line.ask(lambda client: client.session_list(tenant, limit))
+        return {"sessions": [_summary(view) for view in found.sessions], "total": found.total}
+
+    @app.get("/v1/sessions/{session_id}")
+    async def show_session(session_id: str, tenant: Tenant = "") -> dict[str, Any]:
+        view = await line.ask(lambda client: client.session_get(session_id, tenant))
+        if view is None:
+            raise ProtocolError(ErrorCode.NOT_FOUND, f"there is no session {session_id!r}")
+        return _summary(view) | {
+            "messages": [
+                {"role": message.role, "content": message.content, "num_tokens": len(message.token_ids)}
+                for message in view.messages
+            ]
+        }
+
+    @app.post("/v1/sessions/{session_id}/pin")
+    async def pin_session(session_id: str, order: PinRequest, tenant: Tenant = "") -> dict[str, Any]:
+        await line.ask(lambda client: client.session_pin(session_id, order.pinned, tenant))
+        return {"id": session_id, "pinned": order.pinned}
+
+    @app.delete("/v1/sessions/{session_id}")
+    async def delete_session(session_id: str, tenant: Tenant = "") -> dict[str, Any]:
+        done = await line.ask(lambda client: client.session_delete(session_id, tenant))
+        return {"id": session_id, "blocks_deleted": done.blocks_deleted, "blocks_shared": done.blocks_shared}
+
+
+def _summary(view: SessionView) -> dict[str, Any]:
+    """What may be listed: everything but what was said."""
+    fields = msgspec.structs.asdict(view)
+    del fields["messages"]
+    return fields
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(KVStoreError)
+    async def fault(_: Request, error: KVStoreError) -> JSONResponse:
+        if isinstance(error, TierUnavailable):
+            return _error(503, "daemon_unreachable", str(error))
+        if isinstance(error, ProtocolError):
+            return _error(_STATUS.get(error.code, 502), error.code, str(error))
+        return _error(500, "internal", str(error))
+
+    @app.exception_handler(LineBusy)
+    async def busy(_: Request, error: LineBusy) -> JSONResponse:
+        return _error(503, "busy", str(error))
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(_: Request, error: StarletteHTTPException) -> JSONResponse:
+        return _error(error.status_code, _STATUS_CODES.get(error.status_code, "refused"), str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, __: Exception) -> JSONResponse:
+        # The server logs the traceback; the caller need not see it.
+        return _error(500, "internal", "the API failed; its log says why")
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        # Of each fault the place and the text, not the input: it may be anything.
+        faults = (f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors())
+        return _error(400, "bad_request", "; ".join(faults))
+
+
+def _error(status: int, code: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"code": code, "message": message}}, status)
+
+
+def main() -> int:
+    settings = _read_settings()
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s http: %(message)s")
+    if settings.parent:
+        end_with_parent(settings.parent, signal.SIGTERM)
+    # The daemon decides when to stop; a Ctrl-C in its terminal reaches this process too.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn puts its own handlers in front while it serves, and afterwards raises the signal again.
+        signal.signal(ignored, lambda *_: None)
+    try:
+        app = create_app(lambda: Client(Path(settings.run_dir), name="http"), settings.http)
+        listener = _listen(settings.http)
+    except ConfigError as error:
+        _log.error("%s", error)
+        return 2
+    with listener:
+        _server(app).run(sockets=[listener])
+    return 0
+
+
+def _server(app: FastAPI) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+
+
+def _read_settings() -> ApiSettings:
+    source = Path(sys.argv[1]).read_bytes() if len(sys.argv) > 1 else sys.stdin.buffer.read()
+    return msgspec.json.decode(source, type=ApiSettings)
+
+
+def _listen(http: HttpConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    try:
+        listener = socket.create_server((http.host, http.port), family=family, backlog=_MAX_CONNECTIONS)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {http.host} port {http.port}: {error.strerror}; choose another http.port"
+        ) from None
+    host = f"[{http.host}]" if ":" in http.host else http.host
+    _log.info("HTTP API on http://%s:%d", host, listener.getsockname()[1])
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Turns the daemon's statistics snapshot into Prometheus metrics; keeps no numbers of its own.
+
+The names are part of the interface (dashboards and alerts use them): change them only together with docs/stats.md.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+
+Snapshot = Mapping[str, Any]
+
+_TIER_GAUGES: Final = {
+    "blocks": ("blocks", "Blocks with a copy in the tier."),
+    "used_bytes": ("used_bytes", "Bytes the tier takes up, headers and slack included."),
+    "capacity_bytes": ("capacity_bytes", "Bytes the tier may take up."),
+    "queue": ("queue_length", "Blocks waiting to be moved into or out of the tier."),
+}
+_TIER_COUNTERS: Final = {
+    "bytes_in": ("written_bytes", "Payload bytes written to the tier."),
+    "bytes_out": ("read_bytes", "Payload bytes read from the tier."),
+    "evicted_blocks": ("evicted_blocks", "Copies the tier gave up to make room."),
+}
+_STATES: Final = ("ok", "degraded", "off")
+
+
+class StatsCollector:
+    """A collector over one snapshot; None says that the daemon did not answer, and then only `kvstore_up` is given."""
+
+    def __init__(self, snapshot: Snapshot | None) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("kvstore_up", "Whether the daemon answers.", value=float(self._snapshot is not None))
+        if self._snapshot is None:
+            return
+        yield from _daemon(_section(self._snapshot, "daemon"))
+        yield from _tiers(_section(self._snapshot, "tiers"))
+        yield from _requests(_section(self._snapshot, "requests"))
+        yield _by_label("kvstore_errors", "Faults by kind.", "kind", _section(self._snapshot, "errors"))
+        yield from _sessions(_section(self._snapshot, "sessions"))
+        yield from _store(_section(self._snapshot, "store"))
+
+
+def render(snapshot: Snapshot | None, accept: str = "") -> tuple[bytes, str]:
+    """Return the body and its content type: Prometheus' text form, or OpenMetrics where `accept` asks for it."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatsCollector(snapshot))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+def _daemon(daemon: Snapshot) -> Iterator[Metric]:
+    info = GaugeMetricFamily("kvstore_build_info", "Always 1; the label is the daemon's version.", labels=["version"])
+    info.add_metric([str(daemon.get("version", ""))], 1.0)
+    yield info
+    yield from _gauge("kvstore_uptime_seconds", "Seconds since the daemon started.", daemon.get("uptime_s"))
+    yield from _gauge("kvstore_engines", "Engines attached now.", daemon.get("engines"))
+
+
+def _tiers(tiers: Snapshot) -> Iterator[Metric]:
+    state = GaugeMetricFamily("kvstore_tier_state", "1 for the state the tier is in.", labels=["tier", "state"])
+    for tier, values in tiers.items():
+        for name in _STATES:
+            if "state" in values:
+                state.add_metric([tier, name], float(values["state"] == name))
+    yield state
+    for key, (name, text) in _TIER_GAUGES.items():
+        gauge = GaugeMetricFamily(f"kvstore_tier_{name}", text, labels=["tier"])
+        for tier, value in _per_tier(tiers, key):
+            gauge.add_metric([tier], value)
+        yield gauge
+    for key, (name, text) in _TIER_COUNTERS.items():
+        counter = CounterMetricFamily(f"kvstore_tier_{name}", text, labels=["tier"])
+        for tier, value in _per_tier(tiers, key):
+            counter.add_metric([tier], value)
+        yield counter
+
+
+def _requests(requests: Snapshot) -> Iterator[Metric]:
+    yield from _counter("kvstore_requests", "Finished requests that engines reported.", requests.get("count"))
+    yield from _counter("kvstore_prompt_tokens", "Prompt tokens of those requests.", requests.get("prompt_tokens"))
+    served = _section(requests, "hit_tokens")
+    yield _by_label("kvstore_served_tokens", "Prompt tokens whose KV came from the tier.", "tier", served)
+    recomputed = requests.get("recomputed_tokens")
+    yield from _counter("kvstore_recomputed_tokens", "Prompt tokens that were prefilled.", recomputed)
+    missed = _section(requests, "miss_tokens")
+    yield _by_label("kvstore_missed_tokens", "Prefilled prompt tokens by the reason of the miss.", "reason", missed)
+    ttft = _section(requests, "ttft_s")
+    if "count" in ttft and "sum" in ttft:
+        summary = SummaryMetricFamily("kvstore_ttft_seconds", "Time to first token.")
+        summary.add_metric([], count_value=ttft["count"], sum_value=ttft["sum"])
+        yield summary
+
+
+def _sessions(sessions: Snapshot) -> Iterator[Metric]:
+    durable = GaugeMetricFamily("kvstore_sessions", "Sessions by what their newest turn survives.", labels=["durable"])
+    for name, value in _section(sessions, "durable").items():
+        durable.add_metric([name], value)
+    yield durable
+    yield from _gauge("kvstore_sessions_pinned", "Sessions that are pinned.", sessions.get("pinned"))
+
+
+def _store(store: Snapshot) -> Iterator[Metric]:
+    stored = store.get("blocks_stored")
+    yield from _counter("kvstore_stored_blocks", "Blocks that engines stored and that became readable.", stored)
+    refused = _section(store, "refused")
+    yield _by_label("kvstore_refused_blocks", "Blocks that were not stored, by reason.", "reason", refused)
+
+
+def _section(snapshot: Snapshot, key: str) -> Snapshot:
+    value = snapshot.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _per_tier(tiers: Snapshot, key: str) -> Iterator[tuple[str, float]]:
+    # None is "no limit of its own": no sample is better than a wrong one.
+    for tier, values in tiers.items():
+        if values.get(key) is not None:
+            yield tier, values[key]
+
+
+def _gauge(name: str, text: str, value: float | None) -> Iterable[Metric]:
+    return [] if value is None else [GaugeMetricFamily(name, text, value=value)]
+
+
+def _counter(name: str, text: str, value: float | None) -> Iterable[Metric]:
+    return [] if value is None else [CounterMetricFamily(name, text, value=value)]
+
+
+def _by_label(name: str, text: str, label: str, values: Snapshot) -> Metric:
+    counter = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        counter.add_metric([key], value)
+    return counter
