@@ -41,8 +41,10 @@ class Loaded:
     origins: Mapping[Key, str]
 
 
-def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
+def load(path: Path | None = None, environ: Mapping[str, str] | None = None, *, run_dir: Path | None = None) -> Loaded:
     """Read everything and check it. `path` None takes the file that $KVSTORE_CONFIG names, or no file.
+
+    `run_dir`, from the command line, wins over file and environment.
 
     Raises ConfigError, whose message names the key, the value, and what would be right.
     """
@@ -61,6 +63,9 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
     for variable, key in _variables(env).items():
         values[key] = _parse(key, env[variable], variable, folder=Path.cwd(), from_text=True)
         origins[key] = variable
+    if run_dir is not None:
+        values["daemon", "run_dir"] = str(run_dir.absolute())
+        origins["daemon", "run_dir"] = "--run-dir"
     config = _build(values, origins)
     model.check(config)
     return Loaded(config, origins)

@@ -1,0 +1,189 @@
+"""`kvstore stats`: what the tiers hold, what they served, and why they missed."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from kvstore.commands.common import (
+    ConfigOption,
+    JsonOption,
+    RunDirOption,
+    connect,
+    drawn_table,
+    plain_table,
+    print_json,
+)
+from kvstore.core.errors import TierUnavailable
+from kvstore.core.outcome import TierKind
+from kvstore.core.units import approximate_size, format_duration
+
+EXAMPLE: Final = "Example: kvstore stats --json | jq .tiers.ram.used_bytes"
+
+Snapshot = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A snapshot as people read it: one table of tiers, and lines of text below it."""
+
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    lines: list[str]
+
+    def plain(self) -> str:
+        return plain_table(self.columns, self.rows) + "".join(f"{line}\n" for line in self.lines)
+
+    def drawn(self) -> Group:
+        return Group(drawn_table(self.columns, self.rows), *(Text(line) for line in self.lines))
+
+
+def stats(
+    json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C; with --json one line a time.")] = False,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
+    run_dir: RunDirOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Show what the tiers hold and served.
+
+    The hit ratio is the share of all prompt tokens whose KV came from that tier.
+    """
+    client = connect(run_dir, config)
+    console = Console()
+    try:
+        if not watch:
+            _show(client.stats(), json, console)
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                try:
+                    _refresh(client.stats(), json, console, live)
+                except TierUnavailable as error:
+                    # A daemon that restarts is no reason to stop watching.
+                    typer.echo(f"kvstore: {error}; trying again", err=True)
+                time.sleep(interval)
+    finally:
+        client.close()
+
+
+def view(snapshot: Snapshot) -> View:
+    """Return the snapshot's tables; whatever it lacks is left out."""
+    requests = _section(snapshot, "requests")
+    columns = (
+        "tier",
+        "state",
+        "blocks",
+        "used",
+        "capacity",
+        "hit ratio",
+        "hit tokens",
+        "in",
+        "out",
+        "evicted",
+        "queue",
+    )
+    tiers = _section(snapshot, "tiers")
+    rows = [_tier_row(kind.label, tiers[kind.label], requests) for kind in TierKind if kind.label in tiers]
+    lines = [
+        *_daemon_lines(_section(snapshot, "daemon")),
+        *_request_lines(requests),
+        *_session_lines(_section(snapshot, "sessions")),
+        *_store_lines(_section(snapshot, "store")),
+        f"errors: {_counts(_section(snapshot, 'errors'))}",
+    ]
+    return View(columns, rows, lines)
+
+
+def _tier_row(tier: str, values: Snapshot, requests: Snapshot) -> list[str]:
+    hits = _section(requests, "hit_tokens").get(tier, values.get("hit_tokens", 0))
+    prompt = requests.get("prompt_tokens", 0)
+    capacity = values.get("capacity_bytes")
+    return [
+        tier,
+        str(values.get("state", "")),
+        _number(values.get("blocks")),
+        _size(values.get("used_bytes")),
+        _size(capacity),
+        f"{100 * hits / prompt:.1f}%" if prompt else "",
+        _number(hits),
+        _size(values.get("bytes_in")),
+        _size(values.get("bytes_out")),
+        _number(values.get("evicted_blocks")),
+        _number(values.get("queue")),
+    ]
+
+
+def _daemon_lines(daemon: Snapshot) -> list[str]:
+    if not daemon:
+        return []
+    uptime = format_duration(float(round(daemon.get("uptime_s", 0))))
+    return [f"daemon: version {daemon.get('version', '?')}, up {uptime}, engines attached {daemon.get('engines', 0)}"]
+
+
+def _request_lines(requests: Snapshot) -> list[str]:
+    totals = [f"{requests.get('count', 0)}", f"prompt tokens {requests.get('prompt_tokens', 0)}"]
+    totals.append(f"recomputed {requests.get('recomputed_tokens', 0)}")
+    lines = [f"requests: {', '.join(totals)}"]
+    missed = _section(requests, "miss_tokens")
+    if missed:
+        lines.append(f"missed tokens: {_counts(missed)}")
+    ttft = {name: value for name, value in _section(requests, "ttft_s").items() if name.startswith(("p", "m"))}
+    if ttft:
+        lines.append("time to first token: " + ", ".join(f"{name} {value:.3g} s" for name, value in ttft.items()))
+    return lines
+
+
+def _session_lines(sessions: Snapshot) -> list[str]:
+    if not sessions:
+        return []
+    durable = _counts(_section(sessions, "durable"))
+    return [f"sessions: {sessions.get('count', 0)}, pinned {sessions.get('pinned', 0)}, durable: {durable}"]
+
+
+def _store_lines(store: Snapshot) -> list[str]:
+    if not store:
+        return []
+    refused = _counts(_section(store, "refused"))
+    return [f"stored blocks: {store.get('blocks_stored', 0)}, refused: {refused}"]
+
+
+def _show(snapshot: Snapshot, json: bool, console: Console) -> None:
+    if json:
+        print_json(snapshot)
+    elif console.is_terminal:
+        console.print(view(snapshot).drawn())
+    else:
+        console.file.write(view(snapshot).plain())
+
+
+def _refresh(snapshot: Snapshot, json: bool, console: Console, live: Live) -> None:
+    if json:
+        typer.echo(msgspec.json.encode(snapshot))
+    elif console.is_terminal:
+        live.update(view(snapshot).drawn(), refresh=True)
+    else:
+        typer.echo(view(snapshot).plain())
+
+
+def _section(snapshot: Snapshot, key: str) -> Snapshot:
+    value = snapshot.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _counts(values: Snapshot) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value) or "none"
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _size(value: Any) -> str:
+    return "" if value is None else approximate_size(value)
