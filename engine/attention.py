@@ -35,11 +35,14 @@ class SequenceSlice:
 
     `start` tokens before them have their K and V in the pool already. `block_table[i]` is the pool block of the
     sequence's tokens [i * pool_block_tokens, (i + 1) * pool_block_tokens); it covers start + len(token_ids) tokens.
+    `wants_logits` is False for a chunk whose sequence goes on in a later step: its logits would be thrown away, and
+    on the reference machine they cost 4% of a prefill in chunks of 256.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
+    wants_logits: bool = True
 
 
 @dataclass(frozen=True, slots=True)

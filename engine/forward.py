@@ -39,11 +39,14 @@ def packed_forward(
     model: PreTrainedModel, slices: Sequence[SequenceSlice], pool: torch.Tensor
 ) -> tuple[torch.Tensor, list[int]]:
     """Compute the slices' tokens, leave their K and V in the pool, and return the logits of each slice's last token,
-    `[len(slices), vocab]` float32, and the layers that wrote to the pool.
+    `[len(slices), vocab]` float32, and the layers that wrote to the pool. A slice that wants no logits has a NaN row.
 
     The slices are taken as valid: `Model.forward` checks them.
     """
     batch = PagedBatch(slices, pool)
+    wanting = [i for i, piece in enumerate(slices) if piece.wants_logits]
+    last_rows = batch.last_rows()
+    rows = [last_rows[i] for i in wanting]
     flat = [token for piece in slices for token in piece.token_ids]
     cache = PoolCache(batch)
     arguments: dict[str, Any] = {
@@ -51,9 +54,13 @@ def packed_forward(
         "position_ids": batch.positions.unsqueeze(0),
         "cache": cache,
         "use_cache": True,
-        "logits_to_keep": torch.tensor(batch.last_rows(), dtype=torch.int64, device=pool.device),
+        "logits_to_keep": torch.tensor(rows, dtype=torch.int64, device=pool.device),
         "paged_batch": batch,
     }
     with torch.inference_mode():
-        logits = model(**arguments).logits
-    return logits[0].float(), cache.layers_written
+        logits = model(**arguments).logits[0].float()
+        if len(wanting) < len(slices):
+            every = logits.new_full((len(slices), logits.shape[1]), float("nan"))
+            every[wanting] = logits
+            logits = every
+    return logits, cache.layers_written

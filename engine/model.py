@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -69,7 +70,8 @@ class Model:
     def forward(self, slices: Sequence[SequenceSlice], pool: torch.Tensor) -> torch.Tensor:
         """Compute the slices' tokens in one packed pass and write their K and V into `pool`.
 
-        Returns the logits of each slice's last token, `[len(slices), vocab_size]` float32 on the pool's device.
+        Returns the logits of each slice's last token, `[len(slices), vocab_size]` float32 on the pool's device, and
+        a row of NaN for a slice that wants none.
         Blocks until queued on a GPU, until done on a CPU. The slices' sequences must not share a block that is
         written. Raises ValueError for a slice that does not fit model or pool; then nothing was written.
         """
@@ -152,9 +154,9 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 
 def _load_network(folder: Path, config: PretrainedConfig, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    network: Any
+    loader: Any = AutoModelForCausalLM
     try:
-        network = AutoModelForCausalLM.from_pretrained(
+        network, report = loader.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -162,10 +164,15 @@ def _load_network(folder: Path, config: PretrainedConfig, device: str, dtype: to
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
         network = network.to(device).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"the model in {folder} cannot be loaded: {error}") from error
+    # transformers fills what is missing with random numbers and goes on.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(f"the model in {folder} cannot be loaded: {len(missing)} weights are missing ({missing[0]})")
     assert isinstance(network, PreTrainedModel)
     return network
 

@@ -29,7 +29,7 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 def refusal(config: PretrainedConfig) -> str | None:
     """Return why the model of this configuration cannot be served, naming what it has, or None if it can."""
     kind = config.model_type
-    for check in (_family, _quantisation, _latent, _recurrent, _layer_kinds, _window, _rope):
+    for check in (_family, _uniformity, _quantisation, _latent, _recurrent, _layer_kinds, _window, _rope):
         reason = check(config)
         if reason is not None:
             return f"model type {kind!r} {reason}"
@@ -39,12 +39,19 @@ def refusal(config: PretrainedConfig) -> str | None:
 def _family(config: PretrainedConfig) -> str | None:
     if config.is_encoder_decoder:
         return "is an encoder-decoder, not a decoder-only model"
+    if config.get_text_config() is not config:
+        return "is a multimodal model, not a plain language model"
     architectures = config.architectures or []
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if causal is None or (architectures and causal not in architectures):
         names = ", ".join(architectures) or "no architecture"
         return f"({names}) is not a decoder-only language model"
     return None
+
+
+def _uniformity(config: PretrainedConfig) -> str | None:
+    # Such a configuration also refuses to be read as a whole.
+    return "has layers of different shapes" if _field(config, "is_heterogeneous") else None
 
 
 def _quantisation(config: PretrainedConfig) -> str | None:
