@@ -73,16 +73,21 @@ Tenant = Annotated[str, Query(max_length=256)]
 
 
 def create_app(connect: Callable[[], Client], http: HttpConfig) -> FastAPI:
-    """Return the app. `connect` is called once, on the thread that alone uses its client. Reads the token file.
+    """Return the app. `connect` is called at most once per line, on the thread that uses that client alone.
+
+    Reads the token file.
 
     Raises ConfigError where the token file is no use.
     """
     line = Line(connect)
+    # Emptying a tier takes up to a minute; meanwhile everything else, health above all, is answered.
+    slow_line = Line(connect)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         line.close()
+        slow_line.close()
 
     app = FastAPI(title="kvstore", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     token = read_token(Path(http.token_file)) if http.token_file else None
@@ -92,6 +97,7 @@ def create_app(connect: Callable[[], Client], http: HttpConfig) -> FastAPI:
     _add_error_handlers(app)
     _add_operation(app, line)
     _add_sessions(app, line)
+    _add_eviction(app, slow_line)
     return app
 
 
@@ -114,13 +120,6 @@ def _add_operation(app: FastAPI, line: Line) -> None:
             snapshot = None
         body, content_type = metrics.render(snapshot, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
-
-    @app.post("/v1/evict")
-    async def evict(order: EvictRequest) -> dict[str, Any]:
-        if not order.tiers:
-            raise HTTPException(400, "tiers must name at least one of ram, ssd, s3")
-        done = await line.ask(lambda client: client.evict(list(order.tiers), order.drop))
-        return {"freed": done.freed, "kept": done.kept}
 
 
 def _add_sessions(app: FastAPI, line: Line) -> None:
@@ -153,6 +152,15 @@ def _add_sessions(app: FastAPI, line: Line) -> None:
     async def delete_session(session_id: str, tenant: Tenant = "") -> dict[str, Any]:
         done = await line.ask(lambda client: client.session_delete(session_id, tenant))
         return {"id": session_id, "blocks_deleted": done.blocks_deleted, "blocks_shared": done.blocks_shared}
+
+
+def _add_eviction(app: FastAPI, line: Line) -> None:
+    @app.post("/v1/evict")
+    async def evict(order: EvictRequest) -> dict[str, Any]:
+        if not order.tiers:
+            raise HTTPException(400, "tiers must name at least one of ram, ssd, s3")
+        done = await line.ask(lambda client: client.evict(list(order.tiers), order.drop))
+        return {"freed": done.freed, "kept": done.kept}
 
 
 def _summary(view: SessionView) -> dict[str, Any]:

@@ -70,12 +70,13 @@ class Guard:
         if refusal is not None:
             await _refuse(send, *refusal)
             return
-        body = _LimitedBody(receive, self._max_body_bytes)
+        exchange = _Exchange(receive, send, self._max_body_bytes)
         try:
-            await self._app(scope, body, body.noting(send))
+            await self._app(scope, exchange.receive, exchange.send)
         except _TooLong:
-            if not body.answered:
-                await _refuse(send, *self._too_long())
+            pass
+        if exchange.is_too_long and not exchange.answered:
+            await _refuse(send, *self._too_long())
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
         if self._hosts is not None and _host_name(headers.get(b"host", b"")) not in self._hosts:
@@ -98,31 +99,35 @@ class Guard:
 
 
 class _TooLong(Exception):
-    pass
+    """Ends the app's reading of a body."""
 
 
-class _LimitedBody:
-    """`receive` that counts: a chunked body states no length in front."""
+class _Exchange:
+    """One request and its answer. Counts what is received, since a chunked body states no length in front.
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+    What the app answers to a body that was cut off is held back: it can only guess what went wrong.
+    """
+
+    def __init__(self, receive: Receive, send: Send, max_bytes: int) -> None:
         self._receive = receive
+        self._send = send
         self._left = max_bytes
+        self.is_too_long = False
         self.answered = False
 
-    async def __call__(self) -> Message:
+    async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
             if self._left < 0:
+                self.is_too_long = True
                 raise _TooLong
         return message
 
-    def noting(self, send: Send) -> Send:
-        async def noting_send(message: Message) -> None:
+    async def send(self, message: Message) -> None:
+        if self.answered or not self.is_too_long:
             self.answered = True
-            await send(message)
-
-        return noting_send
+            await self._send(message)
 
 
 def _host_name(header: bytes) -> str:

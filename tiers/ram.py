@@ -52,6 +52,15 @@ class RamTier:
     def kind(self) -> TierKind:
         return TierKind.RAM
 
+    @property
+    def region(self) -> Region:
+        return self._region
+
+    @property
+    def max_slot_bytes(self) -> int:
+        """The largest block worth taking: with fewer than four slots nothing could be loaded beside what is in use."""
+        return self._region.data_bytes // 4
+
     # ------------------------------------------------------------ slots, for the store
 
     def reserve(self, meta: BlockMeta) -> SlotRef | None:

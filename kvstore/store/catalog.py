@@ -124,6 +124,18 @@ class Catalog:
     def resident(self, block: int, tier: TierKind) -> bool:
         return bool(self._residency[block] & tier_bit(tier))
 
+    def blocks_resident(self, tier: TierKind) -> list[int]:
+        """All blocks of a tier, in no particular order."""
+        return [int(block) for block in np.flatnonzero(self._residency & tier_bit(tier))]
+
+    def blocks_only_in_ram(self) -> list[int]:
+        """The blocks that a loss of RAM would lose, parents before children."""
+        blocks = np.flatnonzero(self._residency == tier_bit(TierKind.RAM))
+        return [int(block) for block in blocks[np.argsort(self._depth[blocks], kind="stable")]]
+
+    def pins(self, block: int) -> int:
+        return int(self._pins[block])
+
     def residency(self, block: int) -> int:
         return int(self._residency[block])
 

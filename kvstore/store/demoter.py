@@ -33,7 +33,6 @@ class Demoter:
         link: WorkerLink,
         room: Room,
         loader: Loader,
-        on_stored: Callable[[int], None],
         on_fault: Callable[[str], None],
     ) -> None:
         self._tier = tier
@@ -42,7 +41,6 @@ class Demoter:
         self._link = link
         self._room = room
         self._loader = loader
-        self._on_stored = on_stored
         self._on_fault = on_fault
         self._queue: deque[int] = deque()
         self._queued: set[int] = set()
@@ -117,7 +115,6 @@ class Demoter:
             self._catalog.set_resident(block, self._tier)
             if self._tier in self._room.policies:
                 self._room.policies[self._tier].on_insert([block])
-            self._on_stored(block)
         else:
             self._failed(block, outcome, now)
         self._catalog.unpin(block)

@@ -39,7 +39,8 @@ class _Out:
 
     on_result: OnResult
     num_bytes: int
-    is_load: bool
+    is_load: bool = False
+    is_store: bool = False
 
 
 class WorkerLink:
@@ -53,12 +54,14 @@ class WorkerLink:
         *,
         load_window: int,
         store_window_bytes: int,
+        store_window_ops: int,
         on_recovered: Callable[[ops.Recovered], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kind = kind
         self.ready = False
         self.failure = ""
+        self.is_fatal = False
         self.level = ops.Level(0, 0, None, {})
         self.bytes_in = 0
         self.bytes_out = 0
@@ -66,6 +69,7 @@ class WorkerLink:
         self._context = context
         self._load_window = load_window
         self._store_window_bytes = store_window_bytes
+        self._store_window_ops = store_window_ops
         self._on_recovered = on_recovered
         self._clock = clock
         self._socket: zmq.Socket[bytes] | None = None
@@ -76,6 +80,7 @@ class WorkerLink:
         self._loads: deque[tuple[SubmitOp, _Out]] = deque()
         self._stores: deque[tuple[SubmitOp, _Out]] = deque()
         self._loads_out = 0
+        self._stores_out = 0
         self._stores_out_bytes = 0
         self._last_store = 0.0
         self._restarts = 0
@@ -143,7 +148,7 @@ class WorkerLink:
         """Queue a read; False where the queue is full (the answer is BUSY) or the tier is down."""
         if not self.ready or len(self._loads) >= MAX_WAITING_LOADS:
             return False
-        self._loads.append((op, _Out(on_result, op.meta.payload_bytes, True)))
+        self._loads.append((op, _Out(on_result, op.meta.payload_bytes, is_load=True)))
         return True
 
     def cancel_loads(self, wanted: Callable[[int], bool]) -> None:
@@ -159,18 +164,18 @@ class WorkerLink:
     def store(self, op: ops.Write | ops.Delete, on_result: OnResult) -> None:
         """Queue a write or delete; whoever calls bounds how many (see `store_room`)."""
         num_bytes = op.meta.payload_bytes if isinstance(op, ops.Write) else 0
-        self._stores.append((op, _Out(on_result, num_bytes, False)))
+        self._stores.append((op, _Out(on_result, num_bytes, is_store=True)))
 
     def store_room(self) -> bool:
         """Whether another write would go out soon, rather than wait here."""
-        return self.ready and not self._stores and self._stores_out_bytes < self._store_window_bytes
+        return self.ready and not self._stores and self._window_open()
 
     def record(self, op: ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Recover, on_result: OnResult) -> None:
         """Send at once: records are small and somebody waits for them. UNAVAILABLE at once where the tier is down."""
         if not self.ready:
             on_result(ops.Result(op.op, Outcome.UNAVAILABLE))
             return
-        self._send([(op, _Out(on_result, 0, False))])
+        self._send([(op, _Out(on_result, 0))])
 
     def pump(self) -> None:
         """Send what the windows allow; start a dead worker again when it is time."""
@@ -184,8 +189,9 @@ class WorkerLink:
             batch.append(self._loads.popleft())
             self._loads_out += 1
         stores_may_go = not self._loads_out or now - self._last_store >= _STORE_AT_LEAST_EVERY_S
-        while self._stores and stores_may_go and self._stores_out_bytes < self._store_window_bytes:
+        while self._stores and stores_may_go and self._window_open():
             op, out = self._stores.popleft()
+            self._stores_out += 1
             self._stores_out_bytes += out.num_bytes
             self._last_store = now
             batch.append((op, out))
@@ -208,6 +214,9 @@ class WorkerLink:
 
     # ------------------------------------------------------------ private
 
+    def _window_open(self) -> bool:
+        return self._stores_out < self._store_window_ops and self._stores_out_bytes < self._store_window_bytes
+
     def _send(self, batch: list[tuple[SubmitOp, _Out]]) -> None:
         assert self._socket is not None
         for op, out in batch:
@@ -223,6 +232,7 @@ class WorkerLink:
                 self._restarts = 0
             case ops.Failed():
                 self.failure = reply.message
+                self.is_fatal = reply.fatal
                 _log.error("%s: %s", self.kind.label, reply.message)
             case ops.Level():
                 self.level = reply
@@ -241,6 +251,7 @@ class WorkerLink:
             self._loads_out -= 1
             self.bytes_out += out.num_bytes if result.outcome == Outcome.OK else 0
         else:
+            self._stores_out -= out.is_store
             self._stores_out_bytes -= out.num_bytes
             self.bytes_in += out.num_bytes if result.outcome == Outcome.OK else 0
         out.on_result(result)
@@ -256,7 +267,7 @@ class WorkerLink:
         waiting = [(op.op, out) for op, out in (*self._loads, *self._stores)]
         failed = [*self._out.items(), *waiting]
         self._out, self._loads, self._stores = {}, deque(), deque()
-        self._loads_out = self._stores_out_bytes = 0
+        self._loads_out = self._stores_out = self._stores_out_bytes = 0
         for op, out in failed:
             out.on_result(ops.Result(op, Outcome.UNAVAILABLE))
         if not self._stopping:

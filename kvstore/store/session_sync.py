@@ -60,6 +60,7 @@ class SessionSync:
         self._demoter = demoter
         self._on_fault = on_fault
         self._asked: list[_Asked] = []
+        self._reading: set[SessionKey] = set()
         self._not_before = 0.0
 
     # ------------------------------------------------------------ reading
@@ -121,12 +122,21 @@ class SessionSync:
                 continue
             record = self._table.cached(key)
             if record is None or record.revision != session.revision:
-                self._table.dirty.discard(key)
+                self._read_again(session)
                 continue
             if not self._is_on_ssd(session):
                 self._put_on_ssd(session, record)
             if not self._is_in_bucket(session) and not session.is_putting[TierKind.S3]:
                 self._upload(session, record, now)
+
+    def has_work(self) -> bool:
+        """Whether a tier that answers still lacks a newest record."""
+        return any(link.ready for link in self._links.values()) and bool(self._table.dirty)
+
+    def set_pinned(self, record: SessionRecord, pinned: bool) -> None:
+        """Pin or unpin the session. No new turn, so the revision stays, but what is stored is out of date."""
+        changed = msgspec.structs.replace(record, pinned=pinned, s3_revision=0)
+        self._table.dirty.add(self._table.adopt(changed, ssd_revision=0).key)
 
     def delete(self, session: Session) -> None:
         """Delete the record in every tier."""
@@ -163,6 +173,19 @@ class SessionSync:
             got(record)
 
         link.record(ops.RecordGet(link.next_op(), records.record_name(session.key)), answered)
+
+    def _read_again(self, session: Session) -> None:
+        """The text left the memory before it was everywhere it should be: bring it back, once at a time."""
+        if session.key in self._reading:
+            return
+        self._reading.add(session.key)
+
+        def got(record: SessionRecord | None) -> None:
+            self._reading.discard(session.key)
+            if record is None:
+                self._table.dirty.discard(session.key)
+
+        self._read(session, got)
 
     def _bucket_answered(self, asked: _Asked, result: ops.Result, now: float) -> None:
         session = self._table.get(asked.key)

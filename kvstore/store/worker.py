@@ -9,7 +9,6 @@ standard input; it ends on Stop and dies with its parent.
     writer threads   batches where the tier syncs per batch (SSD: one thread), single blocks else (S3)
 """
 
-import ctypes
 import logging
 import os
 import queue
@@ -30,12 +29,12 @@ from kvstore.config import S3Config, SsdConfig
 from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome
+from kvstore.process import end_with_parent
 from kvstore.store import ops
 from tiers.base import RecordStore, Tier
 from tiers.region import Region
 
 _log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
 _RECOVERED_PER_MESSAGE = 4096
 _SSD_BATCH_BYTES = 32 << 20
 
@@ -58,7 +57,7 @@ def main() -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {settings.tier}: %(message)s"
     )
-    _die_with(settings.parent)
+    end_with_parent(settings.parent, signal.SIGKILL)
     # The daemon decides when to stop; a Ctrl-C in its terminal reaches this process too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -305,12 +304,6 @@ def _threads(settings: WorkerSettings) -> int:
     section = settings.ssd or settings.s3
     assert section is not None
     return section.threads
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,350 @@
+"""The daemon: the control socket, the loop of the control thread, starting and stopping everything.
+
+    recover ──► serve ──SIGTERM──► drain (refuse stores, write down what is only in RAM) ──► stop
+
+Does not cover: what requests mean (store/store.py), who carries them out (store/link.py and its workers).
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from kvstore import wire
+from kvstore.config import Config
+from kvstore.connection import LOCK_NAME, SOCKET_NAME, lock
+from kvstore.core.errors import ConfigError, ProtocolError
+from kvstore.core.outcome import TierKind
+from kvstore.http_process import HttpProcess
+from kvstore.region_file import create_region
+from kvstore.store import ops
+from kvstore.store.engines import Engine, EngineTable
+from kvstore.store.link import WorkerLink
+from kvstore.store.record import RECORD_PREFIX
+from kvstore.store.store import Store
+from kvstore.store.worker import WorkerSettings
+from kvstore.wire import ErrorCode, Header
+from tiers.ram import RamTier
+from tiers.region import Region
+
+_log = logging.getLogger(__name__)
+_MESSAGES_PER_TURN = 64
+# Past this libzmq drops the peer; up to it we answer with an error that says what was wrong.
+_MAX_FRAME_BYTES = 8 * wire.MAX_BODY_BYTES
+_START_DEADLINE_S = 120.0
+_STOP_DEADLINE_S = 10.0
+_STORE_WINDOW_BYTES = 64 << 20
+_SSD_STORE_WINDOW_OPS = 4096
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status. Raises ConfigError where it cannot start."""
+    logging.basicConfig(
+        level=config.daemon.log_level.upper(),
+        format="%(asctime)s %(levelname)s kvstore: %(message)s",
+        stream=sys.stderr,
+    )
+    run_dir = _private_folder(Path(config.daemon.run_dir))
+    try:
+        lock_descriptor = lock(run_dir / LOCK_NAME)
+    except BlockingIOError:
+        raise ConfigError(f"another daemon runs in {run_dir}: stop it, or choose another daemon.run_dir") from None
+    try:
+        with contextlib.ExitStack() as stack:
+            epoch = time.time_ns()
+            region = create_region(config.ram, run_dir, epoch)
+            stack.callback(region.close)
+            stack.callback(region.unlink)
+            Daemon(config, run_dir, epoch, region).run()
+    finally:
+        os.close(lock_descriptor)
+    return 0
+
+
+class Daemon:
+    """One boot of the daemon. Everything in it belongs to the thread that calls `run`."""
+
+    def __init__(self, config: Config, run_dir: Path, epoch: int, region: Region) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._epoch = epoch
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._links = {kind: self._link(kind, region) for kind in _slow_tiers(config)}
+        self._engines = EngineTable(run_dir)
+        self._store = Store(config, epoch, RamTier(region), self._links, self._engines)
+        self._http = HttpProcess(config, run_dir) if config.http.enabled else None
+        self._is_draining = False
+        self._signals = 0
+
+    def run(self) -> None:
+        try:
+            with self._wakeup() as wakeup:
+                self._start(wakeup)
+                self._serve(wakeup)
+        finally:
+            self._stop()
+
+    # ------------------------------------------------------------ start and stop
+
+    def _start(self, wakeup: socket.socket) -> None:
+        for link in self._links.values():
+            link.start()
+        if TierKind.S3 not in self._links:
+            _log.info("no bucket is configured (s3.bucket): serving with %d tiers", 2 + len(self._links))
+        self._recover(wakeup)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        path = self._run_dir / SOCKET_NAME
+        path.unlink(missing_ok=True)
+        self._router.bind(f"ipc://{path}")
+        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+        if self._http is not None:
+            self._http.start()
+        tiers = ", ".join(["hbm (in the engines)", "ram", *(kind.label for kind in self._links)])
+        _log.info("ready in %s, tiers: %s", self._run_dir, tiers)
+
+    def _recover(self, wakeup: socket.socket) -> None:
+        """Wait for the SSD tier and take over what it kept. A bucket that does not answer is not waited for."""
+        ssd = self._links.get(TierKind.SSD)
+        deadline = time.monotonic() + _START_DEADLINE_S
+        recovered: list[ops.Result] = []
+        asked = False
+        while ssd is not None and not recovered and not self._signals and time.monotonic() < deadline:
+            if ssd.failure and ssd.is_fatal:
+                raise ConfigError(f"ssd: {ssd.failure}")
+            if ssd.failure:
+                _log.error("serving without the SSD tier until it can be opened")
+                return
+            if ssd.ready and not asked:
+                ssd.record(ops.Recover(ssd.next_op(), RECORD_PREFIX), recovered.append)
+                asked = True
+            self._poll(wakeup, 0.05)
+            ssd.pump()
+
+    def _stop(self) -> None:
+        for link in self._links.values():
+            link.request_stop()
+        if self._http is not None:
+            self._http.stop()
+        deadline = time.monotonic() + _STOP_DEADLINE_S
+        for link in self._links.values():
+            link.join(deadline - time.monotonic())
+        self._router.close()
+        self._context.term()
+        (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _wakeup(self) -> Iterator[socket.socket]:
+        """Turn signals into bytes on a socket, so that the poll ends; Python's handler alone would not end it."""
+        readable, writable = socket.socketpair()
+        readable.setblocking(False)
+        writable.setblocking(False)
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous = signal.set_wakeup_fd(writable.fileno())
+        try:
+            yield readable
+        finally:
+            signal.set_wakeup_fd(previous)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            readable.close()
+            writable.close()
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._signals += 1
+
+    def _link(self, kind: TierKind, region: Region) -> WorkerLink:
+        config = self._config
+        is_ssd = kind == TierKind.SSD
+        settings = WorkerSettings(
+            tier="ssd" if is_ssd else "s3",
+            socket=f"ipc://{self._run_dir}/{kind.label}.sock",
+            parent=os.getpid(),
+            log_level=config.daemon.log_level,
+            region_path=str(region.path),
+            epoch=self._epoch,
+            ssd=config.ssd if is_ssd else None,
+            s3=None if is_ssd else config.s3,
+        )
+        return WorkerLink(
+            kind,
+            settings,
+            self._context,
+            load_window=2 * (config.ssd.threads if is_ssd else config.s3.threads),
+            store_window_bytes=_STORE_WINDOW_BYTES,
+            store_window_ops=_SSD_STORE_WINDOW_OPS if is_ssd else max(1, config.s3.threads // 2),
+            on_recovered=lambda reply: self._store.recovered(reply),
+        )
+
+    # ------------------------------------------------------------ the loop
+
+    def _serve(self, wakeup: socket.socket) -> None:
+        drain_until: float | None = None
+        while True:
+            self._store.turn()
+            now = time.monotonic()
+            if self._signals and drain_until is None:
+                _log.info("draining, for at most %.0f s", self._config.daemon.drain_deadline_s)
+                drain_until = now + self._config.daemon.drain_deadline_s
+                self._is_draining = True
+            if drain_until is not None:
+                if self._store.is_drained():
+                    return
+                if now >= drain_until or self._signals > 1:
+                    _log.warning("stopped before everything was written down")
+                    return
+            if self._http is not None:
+                self._http.supervise(now)
+            self._poll(wakeup, max(0.0, self._store.next_deadline() - now))
+
+    def _poll(self, wakeup: socket.socket, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(wakeup.fileno(), zmq.POLLIN)
+        for link in self._links.values():
+            for source in link.sources():
+                poller.register(source, zmq.POLLIN)
+        ready = dict(poller.poll(int(1000 * timeout_s) + 1 if timeout_s else 0))
+        if wakeup.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                wakeup.recv(64)
+        if self._router in ready:
+            self._receive()
+        for link in self._links.values():
+            if any(source in ready for source in link.sources()):
+                link.receive()
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            identity = frames[0]
+            header = Header()
+            try:
+                if len(frames) != 3:
+                    raise ProtocolError(ErrorCode.MALFORMED, f"a message of {len(frames) - 1} frames, not 2")
+                header = wire.decode_header(frames[1])
+                self._handle(header, frames[2], partial(self._reply, identity, header.sequence))
+            except ProtocolError as error:
+                if error.code not in (ErrorCode.NOT_FOUND, ErrorCode.STALE_EPOCH, ErrorCode.NOT_ATTACHED):
+                    self._store.count_error(f"refused_{error.code}")
+                self._reply(identity, header.sequence, wire.Error(error.code, str(error)))
+            except Exception:
+                # The root of every request: a fault of ours costs its sender an error, not everybody the daemon.
+                _log.exception("a request failed")
+                self._store.count_error("internal")
+                self._reply(
+                    identity, header.sequence, wire.Error(ErrorCode.INTERNAL, "the daemon met a fault; see its log")
+                )
+
+    def _handle(self, header: Header, body: bytes, reply: Callable[[wire.Message], None]) -> None:
+        if header.version != wire.PROTOCOL_VERSION:
+            raise ProtocolError(
+                ErrorCode.VERSION,
+                f"this daemon speaks version {wire.PROTOCOL_VERSION} of the protocol, the client {header.version}: "
+                "install the same release on both sides",
+            )
+        request = wire.decode_request(body)
+        answer = self._answer(header, request, reply)
+        if answer is not None:
+            reply(answer)
+
+    def _answer(
+        self, header: Header, request: wire.Request, reply: Callable[[wire.Message], None]
+    ) -> wire.Message | None:
+        """Return the answer, or None where it comes later."""
+        store = self._store
+        match request:
+            case wire.Ping():
+                return wire.Pong(self._epoch)
+            case wire.Attach():
+                return store.attach(request)
+            case wire.Stats():
+                return store.stats()
+            case wire.Evict():
+                store.evict(request, reply)
+                return None
+            case wire.SessionGet():
+                store.session_get(request, reply)
+                return None
+            case wire.SessionList():
+                return store.session_list(request)
+            case wire.SessionPin():
+                store.session_pin(request, reply)
+                return None
+            case wire.SessionDelete():
+                return store.session_delete(request)
+        engine = self._engine(header)
+        match request:
+            case wire.Detach():
+                store.detach(engine)
+            case wire.Lookup():
+                return store.lookup(engine, request)
+            case wire.Fetch():
+                store.fetch(engine, request, reply)
+                return None
+            case wire.Release():
+                store.release(engine, request)
+            case wire.Store():
+                if self._is_draining:
+                    raise ProtocolError(ErrorCode.BUSY, "the daemon is stopping")
+                return store.store(engine, request)
+            case wire.Commit():
+                return store.commit(engine, request)
+            case wire.SessionPut():
+                return store.session_put(engine, request)
+            case wire.Report():
+                store.report(request)
+            case wire.Observe():
+                store.observe(request)
+        return wire.Done()
+
+    def _engine(self, header: Header) -> Engine:
+        if header.epoch == 0:
+            raise ProtocolError(ErrorCode.NOT_ATTACHED, "this request needs an attached engine")
+        if header.epoch != self._epoch:
+            raise ProtocolError(ErrorCode.STALE_EPOCH, "the daemon was restarted since; attach again")
+        engine = self._engines.get(header.incarnation)
+        if engine is None:
+            raise ProtocolError(ErrorCode.NOT_ATTACHED, "this engine is not attached (any more); attach again")
+        return engine
+
+    def _reply(self, identity: bytes, sequence: int, body: wire.Message) -> None:
+        try:
+            frame = wire.encode(body)
+        except ProtocolError as error:
+            frame = wire.encode(wire.Error(error.code, str(error)))
+        # A peer that reads nothing loses messages; the loop never waits for one.
+        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+            self._router.send_multipart([identity, Header(self._epoch, 0, sequence).encode(), frame], zmq.NOBLOCK)
+
+
+def _slow_tiers(config: Config) -> list[TierKind]:
+    wanted = {TierKind.SSD: config.ssd.enabled, TierKind.S3: config.s3.enabled}
+    return [kind for kind, is_wanted in wanted.items() if is_wanted]
+
+
+def _private_folder(path: Path) -> Path:
+    """Make the run folder, for this user alone. Raises ConfigError where it is somebody else's or open to others."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot make daemon.run_dir {path}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise ConfigError(f"daemon.run_dir {path} belongs to another user: choose a folder of your own")
+    if status.st_mode & 0o077:
+        raise ConfigError(f"daemon.run_dir {path} is open to other users: chmod 700 {path}")
+    return path
