@@ -1,0 +1,215 @@
+"""The SSD tier's index: which block lies in which slot of which segment. What it does not name does not exist.
+
+    key (32 bytes) -> segment, slot, depth, payload length, payload checksum, namespace digest, parent key
+
+Covers: one LMDB environment, its transactions and its growth. Does not cover: the payloads, and whether there is room
+on the disk for a larger map (`tiers/ssd.py` decides).
+"""
+
+import contextlib
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import lmdb
+
+from kvstore.core.block import BlockMeta
+from kvstore.core.errors import KVStoreError, TierUnavailable
+from kvstore.core.key import KEY_BYTES, BlockKey
+from tiers.environment import DamagedEnvironment, open_environment, sync_folder
+
+# An entry takes 134 bytes of a leaf page, pages of random keys are about two thirds full, and LMDB writes changed
+# pages to new places, keeping the old ones until the transaction after the next: twice the filled room is plenty.
+BYTES_PER_ENTRY: Final = 512
+# segment, slot, depth, payload_bytes, checksum, namespace, parent
+_ENTRY = struct.Struct("<IIIQQ32s32s")
+_PLACE = struct.Struct("<IIIQ")
+# No block has this name, since keys are longer.
+_FORMAT_NAME, _FORMAT = b"\0format", b"kvstore-index-1"
+_SCAN_ENTRIES = 1024
+
+
+class IndexFull(KVStoreError):
+    """The map, or the disk, has no page left for this transaction; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A slot of a segment."""
+
+    segment: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """A block, its place, and the checksum its payload must have."""
+
+    meta: BlockMeta
+    place: Place
+    checksum: int
+
+
+class BlockIndex:
+    """Thread-safe. Every change is one transaction that is durable on return; commits stand in line, as LMDB's own do.
+
+    All calls but `close` raise TierUnavailable where the disk fails.
+    """
+
+    def __init__(self, path: Path, map_bytes: int) -> None:
+        """Open or create the index. Raises DamagedEnvironment where the file is not an index of this format."""
+        self._path = path
+        # The map may be resized only with no transaction open in this process, so readers hold a lock for the few
+        # microseconds of theirs. Taken after `_commit_lock`, never before.
+        self._commit_lock = threading.Lock()
+        self._gate = threading.Lock()
+        self._environment: Any = open_environment(path, map_bytes)
+        self.map_bytes = int(self._environment.info()["map_size"])
+        """The size the file can grow to."""
+        try:
+            self._check_format()
+        except BaseException:
+            self._environment.close()
+            raise
+
+    def get(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
+        """Return the entry of each key."""
+        with self._gate, _faults_as_unavailable(), self._environment.begin() as transaction:
+            values = [transaction.get(key) for key in keys]
+        return [_decode(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        with self._gate, _faults_as_unavailable(), self._environment.begin(buffers=True) as transaction:
+            return [transaction.get(key) is not None for key in keys]
+
+    def insert(self, entries: Sequence[IndexEntry]) -> list[bool]:
+        """Add the entries; False where the key was there, which is left as it is. Raises IndexFull."""
+        with self._commit_lock, _faults_as_unavailable(), self._environment.begin(write=True) as transaction:
+            return [
+                bool(transaction.put(entry.meta.key, _encode(entry), overwrite=False, dupdata=False))
+                for entry in entries
+            ]
+
+    def remove(self, keys: Sequence[BlockKey], places: Sequence[Place] | None = None) -> list[IndexEntry | None]:
+        """Delete the keys, those with `places[i]` only if they still lie there; return what was deleted.
+
+        Raises IndexFull: a deletion, too, writes pages.
+        """
+        removed: list[IndexEntry | None] = []
+        with self._commit_lock, _faults_as_unavailable(), self._environment.begin(write=True) as transaction:
+            for index, key in enumerate(keys):
+                entry = _decode(key, transaction.get(key))
+                if entry is not None and (places is None or places[index] == entry.place):
+                    transaction.delete(key)
+                    removed.append(entry)
+                else:
+                    removed.append(None)
+        return removed
+
+    def places(self) -> Iterator[tuple[BlockKey, Place, int]]:
+        """Yield key, place and payload length of every entry, as cheaply as possible."""
+        for key, value in self._scan():
+            segment, slot, _, payload_bytes = _PLACE.unpack_from(value)
+            yield BlockKey(key), Place(segment, slot), payload_bytes
+
+    def metas(self) -> Iterator[BlockMeta]:
+        """Yield every block; those that come or go meanwhile may or may not be among them."""
+        for key, value in self._scan():
+            entry = _decode(BlockKey(key), value)
+            if entry is not None:
+                yield entry.meta
+
+    def grow(self, map_bytes: int) -> None:
+        """Let the file grow up to `map_bytes`."""
+        with self._commit_lock, self._gate, _faults_as_unavailable():
+            if map_bytes > self.map_bytes:
+                self._environment.set_mapsize(map_bytes)
+                self.map_bytes = int(self._environment.info()["map_size"])
+
+    def close(self) -> None:
+        """Idempotent. No call may be running."""
+        self._environment.close()
+
+    # ------------------------------------------------------------ helpers
+
+    def _check_format(self) -> None:
+        with _faults_as_unavailable():
+            with self._environment.begin() as transaction:
+                found = transaction.get(_FORMAT_NAME)
+                is_new = transaction.stat()["entries"] == 0
+            if is_new:
+                with self._environment.begin(write=True) as transaction:
+                    transaction.put(_FORMAT_NAME, _FORMAT)
+            elif found != _FORMAT:
+                raise DamagedEnvironment(f"{self._path.name} is not a block index of this version")
+
+    def _scan(self) -> Iterator[tuple[bytes, bytes]]:
+        # In short transactions: an open reader keeps every page that is freed meanwhile from being used again.
+        after = b""
+        while True:
+            with self._gate, _faults_as_unavailable(), self._environment.begin() as transaction:
+                cursor = transaction.cursor()
+                batch: list[tuple[bytes, bytes]] = []
+                if cursor.set_range(after):
+                    for key, value in cursor:
+                        if len(batch) == _SCAN_ENTRIES:
+                            break
+                        if key != after and len(key) == KEY_BYTES and len(value) == _ENTRY.size:
+                            batch.append((key, value))
+            if not batch:
+                return
+            yield from batch
+            after = batch[-1][0]
+
+
+def compact_index(path: Path) -> None:
+    """Rewrite a closed index without its unused pages, since LMDB's file never shrinks by itself.
+
+    Crash-safe: the old file stays until the new one is complete. Raises DamagedEnvironment, TierUnavailable.
+    """
+    fresh = path.with_name(path.name + ".compact")
+    fresh.unlink(missing_ok=True)
+    environment: Any = open_environment(path, path.stat().st_size)
+    try:
+        with _faults_as_unavailable():
+            environment.copy(str(fresh), compact=True)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    finally:
+        environment.close()
+    with open(fresh, "rb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _faults_as_unavailable() -> Iterator[None]:
+    """Turn LMDB's exceptions into ours."""
+    try:
+        yield
+    except (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError) as error:
+        raise IndexFull(str(error)) from error
+    except lmdb.Error as error:
+        raise TierUnavailable(f"the SSD index failed: {error}") from error
+
+
+def _encode(entry: IndexEntry) -> bytes:
+    meta, place = entry.meta, entry.place
+    return _ENTRY.pack(
+        place.segment, place.slot, meta.depth, meta.payload_bytes, entry.checksum, meta.namespace, meta.parent
+    )
+
+
+def _decode(key: BlockKey, value: bytes | None) -> IndexEntry | None:
+    if value is None or len(value) != _ENTRY.size:
+        return None
+    segment, slot, depth, payload_bytes, checksum, namespace, parent = _ENTRY.unpack(value)
+    meta = BlockMeta(key, BlockKey(parent), namespace, depth, payload_bytes)
+    return IndexEntry(meta, Place(segment, slot), checksum)

@@ -1,0 +1,134 @@
+"""Small named values with compare-and-swap: what a name may be, and the store beside the SSD tier.
+
+Covers: one LMDB environment of its own, each write synced. The objects in a bucket are in `tiers/s3records.py`.
+"""
+
+import contextlib
+import logging
+import struct
+from collections.abc import Iterator
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, Final
+
+import lmdb
+
+from kvstore.core.errors import TierUnavailable
+from tiers.base import Record
+from tiers.calls import RunningCalls
+from tiers.environment import DamagedEnvironment, lock_path, open_environment
+
+# LMDB's limit for a key, and well below S3's.
+MAX_NAME_BYTES: Final = 500
+_REVISION = struct.Struct("<Q")
+# No record has this name, since names are printable.
+_REVISION_NAME = b"\0revision"
+_NAMES_AT_ONCE = 1024
+_CLOSE_WAIT_S = 10.0
+_logger = logging.getLogger("kvstore.tiers.records")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless `name` is '/'-separated parts of printable ASCII, none of them empty, '.' or '..'."""
+    if not name or len(name) > MAX_NAME_BYTES or not (name.isascii() and name.isprintable()):
+        raise ValueError(f"a record's name has 1 to {MAX_NAME_BYTES} printable ASCII characters: {name[:80]!r}")
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"a record's name has no empty, '.' or '..' part: {name[:80]!r}")
+
+
+class LmdbRecords:
+    """A RecordStore in one LMDB file. Thread-safe.
+
+    A tag is the value of a counter that every write advances, so that a value that was deleted and written anew is
+    never taken for the old one.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Open or create the file, which never grows beyond `max_bytes`. A damaged one is renamed and kept, since
+        people's chats are in it, and an empty one takes its place. Raises TierUnavailable."""
+        try:
+            self._environment: Any = open_environment(path, max_bytes)
+        except DamagedEnvironment as error:
+            kept = _free_name(path)
+            _logger.error("the session records are damaged (%s) and were set aside as %s", error, kept.name)
+            path.rename(kept)
+            lock_path(path).unlink(missing_ok=True)
+            self._environment = open_environment(path, max_bytes)
+        self._calls = RunningCalls()
+
+    def put(self, name: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str | None:
+        """As `RecordStore.put`. Raises TierUnavailable, too, where all room is taken."""
+        check_name(name)
+        key = name.encode()
+        with self._transaction(write=True) as transaction:
+            present = transaction.get(key)
+            if if_absent and present is not None:
+                return None
+            if if_match is not None and (present is None or _tag(present) != if_match):
+                return None
+            counter = transaction.get(_REVISION_NAME)
+            revision = _REVISION.pack(1 + (_REVISION.unpack(counter)[0] if counter else 0))
+            transaction.put(_REVISION_NAME, revision)
+            transaction.put(key, revision + data)
+        return _tag(revision)
+
+    def get(self, name: str) -> Record | None:
+        check_name(name)
+        with self._transaction() as transaction:
+            value = transaction.get(name.encode())
+        return None if value is None else Record(value[_REVISION.size :], _tag(value))
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """As `RecordStore.names`; names that come or go meanwhile may or may not be among them."""
+        wanted = prefix.encode()
+        after = wanted
+        while True:
+            with self._transaction() as transaction:
+                found = _keys_from(transaction, after, wanted)
+            yield from (key.decode() for key in found if key != _REVISION_NAME)
+            if len(found) < _NAMES_AT_ONCE:
+                return
+            # The smallest key behind the last one.
+            after = found[-1] + b"\0"
+
+    def delete(self, name: str) -> bool:
+        check_name(name)
+        with self._transaction(write=True) as transaction:
+            return bool(transaction.delete(name.encode()))
+
+    def close(self) -> None:
+        """Wait for running calls, then close. Idempotent."""
+        if self._calls.close(_CLOSE_WAIT_S):
+            self._environment.close()
+
+    @contextlib.contextmanager
+    def _transaction(self, *, write: bool = False) -> Iterator[Any]:
+        try:
+            with self._calls.enter() as is_open:
+                if not is_open:
+                    raise TierUnavailable("the record store is closed")
+                with self._environment.begin(write=write) as transaction:
+                    yield transaction
+        except (lmdb.MapFullError, lmdb.DiskError) as error:
+            raise TierUnavailable(f"the record store has no room left: {error}") from error
+        except lmdb.Error as error:
+            raise TierUnavailable(f"the record store failed: {error}") from error
+
+
+def _keys_from(transaction: Any, after: bytes, prefix: bytes) -> list[bytes]:
+    cursor = transaction.cursor()
+    # An empty key would be the first one; LMDB refuses to look for it.
+    found = cursor.set_range(after) if after else cursor.first()
+    keys = cursor.iternext(keys=True, values=False) if found else ()
+    return list(islice(takewhile(lambda key: key.startswith(prefix), keys), _NAMES_AT_ONCE))
+
+
+def _tag(value: bytes) -> str:
+    return str(_REVISION.unpack_from(value)[0])
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (kept := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    return kept

@@ -1,0 +1,309 @@
+"""The SSD tier's segment files: preallocated, reused, each cut into slots for records of one size.
+
+    segments/00000007-00741376.seg     segment 7, slots of 741,376 bytes, as many as the file is long
+
+Preallocated and reused, since first writes into new file space are two to three times slower than overwrites. A
+segment that holds nothing is unlinked when a record of another size needs its room.
+A slot that is freed may still be under a reader's system call; it becomes free for writing only after every read
+that began before has ended (epoch-based reclamation, Fraser 2004, with one ticket per read batch).
+
+Covers: files, and which slot is taken. Does not cover: which block a slot holds (`tiers/index.py`), how much room
+there is altogether (`tiers/ssd.py`), the bytes (`tiers/direct.py`).
+"""
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiers.aligned import PAGE_BYTES, AlignedBuffers
+from tiers.direct import RecordFile
+from tiers.environment import sync_folder
+from tiers.index import Place
+
+_NAME = re.compile(r"(\d{8,})-(\d{8,})\.seg")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A new segment has at least this share of the usual size: crumbs would use up file descriptors.
+_MIN_SHARE = 16
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One file. `taken` has a byte per slot, 0 where it is free."""
+
+    number: int
+    record_bytes: int
+    path: Path
+    file: RecordFile
+    size_bytes: int
+    taken: bytearray
+    num_taken: int = 0
+    cursor: int = 0
+
+    def take(self, count: int) -> list[Place]:
+        """Take up to `count` free slots, in ascending runs: next fit keeps batches adjacent."""
+        places: list[Place] = []
+        while len(places) < count and self.num_taken < len(self.taken):
+            slot = self.taken.find(0, self.cursor)
+            if slot < 0:
+                self.cursor = 0
+                continue
+            self.taken[slot] = 1
+            self.num_taken += 1
+            self.cursor = slot + 1
+            places.append(Place(self.number, slot))
+        return places
+
+
+class Segments:
+    """All segment files of one folder.
+
+    Thread-safe; files are made and removed outside of the lock that readers need.
+    """
+
+    def __init__(self, folder: Path, *, segment_bytes: int, room: Callable[[int], int]) -> None:
+        """Open what is there. `room(record_bytes)` says how many bytes of slots of that size may be added now.
+
+        Slots are free until `occupy` says otherwise. Files that are no segments are left alone.
+        """
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._room = room
+        self._buffers = AlignedBuffers()
+        self._lock = threading.Lock()
+        self._growth_lock = threading.Lock()
+        self._segments: dict[int, Segment] = {}
+        self._next_number = 1
+        self._next_ticket = 1
+        self._tickets: dict[int, None] = {}
+        # Freed slots and the first ticket that could not have seen them in use, oldest first.
+        self._limbo: deque[tuple[int, Place]] = deque()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------ at start
+
+    def occupy(self, place: Place, record_bytes: int) -> str:
+        """Mark a slot as taken. Return "" or, where it cannot be, why: the file is missing, too short, or of another
+        record size, or the slot is taken already."""
+        segment = self._segments.get(place.segment)
+        if segment is None:
+            return "segment_missing"
+        if segment.record_bytes != record_bytes:
+            return "segment_foreign"
+        if place.slot >= len(segment.taken):
+            return "segment_truncated"
+        if segment.taken[place.slot]:
+            return "slot_conflict"
+        segment.taken[place.slot] = 1
+        segment.num_taken += 1
+        return ""
+
+    def sparsest(self, excess_bytes: int) -> list[int]:
+        """Return the numbers of segments whose removal gives back at least `excess_bytes`, those that hold the least
+        for their size first."""
+        chosen, given_back = [], 0
+        for segment in sorted(self._segments.values(), key=lambda s: s.num_taken / max(1, len(s.taken))):
+            if given_back >= excess_bytes:
+                break
+            chosen.append(segment.number)
+            given_back += segment.size_bytes
+        return chosen
+
+    # ------------------------------------------------------------ slots
+
+    @property
+    def size_bytes(self) -> int:
+        """What all files take up, empty slots included."""
+        with self._lock:
+            return sum(segment.size_bytes for segment in self._segments.values())
+
+    @property
+    def num_slots(self) -> int:
+        with self._lock:
+            return sum(len(segment.taken) for segment in self._segments.values())
+
+    def capacity_bytes(self, record_bytes: int) -> int:
+        """Return what all slots hold, and those of that size that may be added now."""
+        wanted = max(1, self._segment_bytes // record_bytes)
+        whole, rest = divmod(self._room(record_bytes) // record_bytes, wanted)
+        addable = whole * wanted + (rest if rest >= max(1, wanted // _MIN_SHARE) else 0)
+        with self._lock:
+            slots_bytes = sum(segment.record_bytes * len(segment.taken) for segment in self._segments.values())
+        return slots_bytes + addable * record_bytes
+
+    def take(self, record_bytes: int, count: int) -> list[Place]:
+        """Take up to `count` slots, making or replacing segments where that is allowed; fewer mean: no room for more.
+
+        Raises OSError where the disk fails.
+        """
+        places = self._take_free(record_bytes, count)
+        try:
+            while len(places) < count:
+                with self._growth_lock:
+                    # Somebody else may have made room while this thread waited.
+                    places += self._take_free(record_bytes, count - len(places))
+                    if len(places) == count or not self._add_segment(record_bytes):
+                        break
+                    places += self._take_free(record_bytes, count - len(places))
+        except OSError:
+            self.give_back(places)
+            raise
+        return places
+
+    def give_back(self, places: Sequence[Place]) -> None:
+        """Free slots that no reader can know of."""
+        with self._lock:
+            for place in places:
+                self._release(place)
+
+    def retire(self, places: Sequence[Place]) -> None:
+        """Free slots of blocks that were deleted, durably, once no read that began before is left."""
+        with self._lock:
+            self._limbo.extend((self._next_ticket, place) for place in places)
+            self._drain()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep every slot that is in use now from being reused. Enter before looking up places, leave after the bytes
+        were copied."""
+        with self._lock:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            self._tickets[ticket] = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._tickets[ticket]
+                self._drain()
+
+    def file(self, number: int) -> RecordFile:
+        """Return the file of a segment that holds a slot the caller has taken or, inside `reading`, has looked up."""
+        with self._lock:
+            return self._segments[number].file
+
+    def unlink_empty(self) -> int:
+        """Remove all segments that hold nothing; return how many bytes that gave back. Raises OSError."""
+        given_back = 0
+        while (segment := self._pop_empty(lambda _: True)) is not None:
+            given_back += segment.size_bytes
+            self._unlink(segment)
+        return given_back
+
+    def close(self) -> None:
+        """Idempotent. No read or write may be running."""
+        with self._lock:
+            for segment in self._segments.values():
+                segment.file.close()
+            self._segments.clear()
+            self._limbo.clear()
+
+    def check_integrity(self, places: Collection[Place]) -> None:
+        """Assert that slots, counts and files agree, and that all of `places` are taken."""
+        with self._lock:
+            for segment in self._segments.values():
+                assert segment.num_taken == sum(segment.taken)
+                assert segment.path.stat().st_size >= segment.size_bytes
+            for place in [*places, *(place for _, place in self._limbo)]:
+                assert self._segments[place.segment].taken[place.slot]
+            assert not self._limbo or self._tickets
+
+    # ------------------------------------------------------------ helpers
+
+    def _load(self) -> None:
+        for path in sorted(self._folder.iterdir()):
+            match = _NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            number, record_bytes = int(match[1]), int(match[2])
+            self._next_number = max(self._next_number, number + 1)
+            status = path.lstat()
+            if (
+                not stat.S_ISREG(status.st_mode)
+                or not record_bytes
+                or record_bytes % PAGE_BYTES
+                or number in self._segments
+            ):
+                continue
+            try:
+                file = RecordFile(path, record_bytes, self._buffers)
+            except OSError:
+                # As if it were missing: what the index says of it is dropped.
+                continue
+            taken = bytearray(status.st_size // record_bytes)
+            self._segments[number] = Segment(number, record_bytes, path, file, status.st_size, taken)
+
+    def _take_free(self, record_bytes: int, count: int) -> list[Place]:
+        places: list[Place] = []
+        with self._lock:
+            for segment in self._segments.values():
+                if len(places) == count:
+                    break
+                if segment.record_bytes == record_bytes:
+                    places += segment.take(count - len(places))
+        return places
+
+    def _add_segment(self, record_bytes: int) -> bool:
+        """Make one more segment for that size, at the cost of empty ones of other sizes; return False where no room
+        can be made. Holds the growth lock."""
+        while (num_slots := self._num_addable(record_bytes)) == 0:
+            empty = self._pop_empty(lambda segment: segment.record_bytes != record_bytes)
+            if empty is None:
+                return False
+            self._unlink(empty)
+        number, size_bytes = self._next_number, num_slots * record_bytes
+        self._next_number += 1
+        path = self._folder / f"{number:08}-{record_bytes:08}.seg"
+        file = RecordFile(path, record_bytes, self._buffers, create=True)
+        try:
+            os.posix_fallocate(file.descriptor, 0, size_bytes)
+            # The name and the room must be there before the index may speak of them.
+            os.fsync(file.descriptor)
+            sync_folder(self._folder)
+        except OSError as error:
+            file.close()
+            path.unlink(missing_ok=True)
+            if error.errno in _NO_ROOM:
+                return False
+            raise
+        with self._lock:
+            self._segments[number] = Segment(number, record_bytes, path, file, size_bytes, bytearray(num_slots))
+        return True
+
+    def _num_addable(self, record_bytes: int) -> int:
+        wanted = max(1, self._segment_bytes // record_bytes)
+        allowed = self._room(record_bytes) // record_bytes
+        return 0 if allowed < max(1, wanted // _MIN_SHARE) else min(wanted, allowed)
+
+    def _pop_empty(self, is_wanted: Callable[[Segment], bool]) -> Segment | None:
+        with self._lock:
+            for segment in self._segments.values():
+                # Slots in limbo count as taken, so nobody reads from this file.
+                if segment.num_taken == 0 and is_wanted(segment):
+                    return self._segments.pop(segment.number)
+        return None
+
+    def _unlink(self, segment: Segment) -> None:
+        segment.file.close()
+        segment.path.unlink(missing_ok=True)
+
+    def _drain(self) -> None:
+        oldest = next(iter(self._tickets), None)
+        while self._limbo and (oldest is None or oldest >= self._limbo[0][0]):
+            self._release(self._limbo.popleft()[1])
+
+    def _release(self, place: Place) -> None:
+        segment = self._segments[place.segment]
+        segment.taken[place.slot] = 0
+        segment.num_taken -= 1

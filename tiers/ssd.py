@@ -1,0 +1,392 @@
+"""The SSD tier: payloads in preallocated segment files, and beside them an LMDB index that alone decides what exists.
+
+    path/lock             held while a process has the tier open
+    path/index.mdb        block -> place (`tiers/index.py`)
+    path/records.mdb      session records (`tiers/records.py`)
+    path/segments/*.seg   headers and payloads (`tiers/segments.py`, `tiers/direct.py`)
+
+Write: header and payload to free slots, one fdatasync per segment touched, then one index transaction, synced; only
+then OK. So a block that the index names is complete, whatever moment the process is killed at, and a block that a
+crash cut short is a free slot. Read: one direct read, then header, checksum and index must agree.
+Delete: the index transaction first; its slots are reused only after that is durable and no older read is running.
+Everything below `path` counts against `max_bytes`, index and records with the size they may grow to, and no segment
+is added while the file system has less than `min_free_bytes` left (`tiers/space.py`).
+"""
+
+import contextlib
+import errno
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+
+from kvstore.core.block import BlockMeta, checksum, decode_header, encode_header, verify
+from kvstore.core.errors import CorruptBlock, TierUnavailable
+from kvstore.core.key import BlockKey
+from kvstore.core.outcome import Outcome, TierKind
+from tiers import reconcile
+from tiers.base import Usage
+from tiers.batch import check_lengths
+from tiers.calls import RunningCalls
+from tiers.direct import Incoming, Outgoing, record_size
+from tiers.dirlock import FolderLock
+from tiers.faults import FaultCounter
+from tiers.index import BYTES_PER_ENTRY, IndexEntry, IndexFull, Place
+from tiers.records import LmdbRecords
+from tiers.segments import Segments
+from tiers.space import MIB, DiskSpace
+
+_CLOSE_WAIT_S = 30.0
+_logger = logging.getLogger("kvstore.tiers.ssd")
+
+
+class SsdTier:
+    """Implements `tiers.base.Tier`. Thread-safe: reads run side by side and beside writes; index commits stand in line.
+
+    `records` is a RecordStore in the same folder.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_bytes: int,
+        min_free_bytes: int = 0,
+        segment_bytes: int = 256 * MIB,
+        max_record_bytes: int | None = None,
+        lock_wait_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Open the folder, or make it (mode 0700), and bring it below its cap.
+
+        `max_record_bytes` of `max_bytes` are kept for `records` (default: a sixteenth, at most 256 MiB). Raises
+        ConfigError where the limits make no sense or another process has the folder beyond `lock_wait_s`,
+        TierUnavailable where the disk fails.
+        """
+        self._space = DiskSpace.of(
+            path,
+            max_bytes=max_bytes,
+            min_free_bytes=min_free_bytes,
+            max_record_bytes=max_record_bytes,
+            segment_bytes=segment_bytes,
+        )
+        self._faults = FaultCounter("ssd", clock)
+        self._calls = RunningCalls()
+        self._counts_lock = Lock()
+        self._record_bytes = MIB
+        with contextlib.ExitStack() as opened:
+            try:
+                self._open(path, opened, lock_wait_s, clock, sleep)
+            except OSError as error:
+                raise TierUnavailable(f"cannot open the SSD tier in {path}: {error}") from error
+            self._opened = opened.pop_all()
+        _logger.info("ssd tier: %d blocks in %s", self._num_blocks, path)
+
+    @property
+    def kind(self) -> TierKind:
+        return TierKind.SSD
+
+    # ------------------------------------------------------------ Tier
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        with self._calls.enter() as is_open, self._unavailable_counted():
+            if is_open:
+                return [Outcome.OK if found else Outcome.MISS for found in self._index.contains(keys)]
+        return [Outcome.UNAVAILABLE] * len(keys)
+
+    def read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
+        check_lengths(blocks, into)
+        with self._calls.enter() as is_open, self._unavailable_counted():
+            if is_open:
+                return self._read(blocks, into)
+        return [Outcome.UNAVAILABLE] * len(blocks)
+
+    def write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """As `Tier.write`: OK means durable. FULL, too, where the file system is at its floor."""
+        check_lengths(blocks, payloads)
+        with self._calls.enter() as is_open, self._unavailable_counted():
+            if is_open:
+                return self._write(blocks, payloads)
+        return [Outcome.UNAVAILABLE] * len(blocks)
+
+    def delete(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """As `Tier.delete`: OK means that it is durable. The room stays with the tier, for its next blocks, unless
+        the file system is below its floor."""
+        with self._calls.enter() as is_open, self._unavailable_counted():
+            if is_open:
+                removed = self._remove(keys, None)
+                if self._space.free_bytes() < 0:
+                    self._segments.unlink_empty()
+                return [Outcome.MISS if entry is None else Outcome.OK for entry in removed]
+        return [Outcome.UNAVAILABLE] * len(keys)
+
+    def usage(self) -> Usage:
+        """`used_bytes` is what the records of the blocks take up; `capacity_bytes` what they could, at the size of
+        those written last, and with what the file system has left now."""
+        with self._counts_lock:
+            num_blocks, used_bytes, record_bytes = self._num_blocks, self._used_bytes, self._record_bytes
+        return Usage(num_blocks, used_bytes, self._segments.capacity_bytes(record_bytes))
+
+    def recover(self) -> Iterator[BlockMeta]:
+        """As `Tier.recover`; ends early, counted, where the disk fails."""
+        with self._unavailable_counted():
+            yield from self._index.metas()
+
+    def faults(self) -> dict[str, int]:
+        """Return how often which fault was met since the start, the drops at opening included."""
+        return self._faults.counts()
+
+    def taken_bytes(self) -> int:
+        """Return what the folder takes up on the disk now, all files together: never more than `max_bytes`."""
+        return self._space.taken_bytes()
+
+    def close(self) -> None:
+        """Wait for running calls, then close everything. Idempotent."""
+        if self._calls.close(_CLOSE_WAIT_S):
+            self._opened.close()
+        else:
+            _logger.error("ssd tier: calls still run after %.0f s; left open", _CLOSE_WAIT_S)
+
+    def check_integrity(self) -> None:
+        """Assert that index, slots and counts agree. No other call may be running."""
+        entries = list(self._index.places())
+        assert len({place for _, place, _ in entries}) == len(entries) == self._num_blocks
+        assert self._used_bytes == sum(record_size(payload_bytes) for _, _, payload_bytes in entries)
+        self._segments.check_integrity({place for _, place, _ in entries})
+        assert self._space.taken_bytes() <= self._space.max_bytes
+
+    # ------------------------------------------------------------ opening
+
+    def _open(
+        self,
+        path: Path,
+        opened: contextlib.ExitStack,
+        lock_wait_s: float,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+        opened.callback(FolderLock(path, wait_s=lock_wait_s, clock=clock, sleep=sleep).release)
+        self._segments = Segments(path / "segments", segment_bytes=self._space.segment_bytes, room=self._room)
+        opened.callback(self._segments.close)
+        index_path = path / "index.mdb"
+        self._index = reconcile.open_index(index_path, self._space, self._segments.num_slots, self._faults)
+        # Looked up when called: compaction replaces the index.
+        opened.callback(lambda: self._index.close())
+        num_blocks, used_bytes = reconcile.match(self._index, self._segments, self._faults)
+        num_gone, bytes_gone = reconcile.shrink(self._index, self._segments, self._space, self._faults)
+        self._index = reconcile.compacted(self._index, index_path, self._space, self._segments)
+        self._num_blocks, self._used_bytes = num_blocks - num_gone, used_bytes - bytes_gone
+        self.records = LmdbRecords(path / "records.mdb", self._space.max_record_bytes)
+        opened.callback(self.records.close)
+
+    def _room(self, record_bytes: int) -> int:
+        segments = self._segments
+        return self._space.room_bytes(record_bytes, segments.size_bytes, segments.num_slots, self._index.map_bytes)
+
+    # ------------------------------------------------------------ reading
+
+    def _read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
+        outcomes = [Outcome.MISS] * len(blocks)
+        broken: list[IndexEntry] = []
+        unreadable: list[IndexEntry] = []
+        with self._segments.reading():
+            entries = self._index.get([meta.key for meta in blocks])
+            by_segment: dict[int, list[int]] = defaultdict(list)
+            for index, entry in enumerate(entries):
+                if entry is None:
+                    continue
+                if entry.meta == blocks[index]:
+                    by_segment[entry.place.segment].append(index)
+                else:
+                    outcomes[index] = self._corrupt(entry, "the index names another block")
+                    broken.append(entry)
+            for number, indices in by_segment.items():
+                found = [entry for index in indices if (entry := entries[index]) is not None]
+                incoming = [Incoming(entry.place.slot, into[i]) for entry, i in zip(found, indices, strict=True)]
+                headers = self._segments.file(number).read(incoming)
+                for index, entry, header in zip(indices, found, headers, strict=True):
+                    outcomes[index] = self._verified(entry, header, into[index])
+                    if outcomes[index] is Outcome.CORRUPT:
+                        (unreadable if header is None else broken).append(entry)
+        self._quarantine(broken, reuse=True)
+        # The disk may be bad there, so nothing is written to these slots before the next start.
+        self._quarantine(unreadable, reuse=False)
+        return outcomes
+
+    def _verified(self, entry: IndexEntry, header: bytes | None, payload: memoryview) -> Outcome:
+        if header is None:
+            return self._corrupt(entry, "the disk did not give it back")
+        try:
+            verify(entry.meta, header, payload)
+            if decode_header(header)[1] != entry.checksum:
+                raise CorruptBlock("the slot holds an older copy of the block")
+        except CorruptBlock as error:
+            return self._corrupt(entry, error)
+        return Outcome.OK
+
+    def _corrupt(self, entry: IndexEntry, why: object) -> Outcome:
+        self._faults.count("corrupt", detail=f"block {entry.meta.key.hex()[:12]}: {why}")
+        return Outcome.CORRUPT
+
+    def _quarantine(self, entries: Sequence[IndexEntry], *, reuse: bool) -> None:
+        """Delete the entries unless they have moved meanwhile."""
+        if entries:
+            with self._unavailable_counted():
+                keys = [entry.meta.key for entry in entries]
+                self._remove(keys, [entry.place for entry in entries], reuse=reuse)
+
+    # ------------------------------------------------------------ writing
+
+    def _write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        first: dict[BlockKey, int] = {}
+        present = self._index.contains([meta.key for meta in blocks])
+        for index, meta in enumerate(blocks):
+            if present[index]:
+                outcomes[index] = Outcome.EXISTS
+            else:
+                first.setdefault(meta.key, index)
+        places = self._take_places(
+            {index: record_size(blocks[index].payload_bytes) for index in first.values()}, outcomes
+        )
+        entries = self._write_payloads(blocks, payloads, places, outcomes)
+        self._publish(entries, outcomes)
+        for index, meta in enumerate(blocks):
+            if index not in outcomes:
+                # The same block twice in one batch: the second finds the first, if that was stored.
+                outcome = outcomes[first[meta.key]]
+                outcomes[index] = Outcome.EXISTS if outcome is Outcome.OK else outcome
+        return [outcomes[index] for index in range(len(blocks))]
+
+    def _take_places(self, wanted: Mapping[int, int], outcomes: dict[int, Outcome]) -> dict[int, Place]:
+        """Take a slot for each index of `wanted` (record bytes); those that get none are answered in `outcomes`."""
+        by_size: dict[int, list[int]] = defaultdict(list)
+        for index, record_bytes in wanted.items():
+            by_size[record_bytes].append(index)
+        places: dict[int, Place] = {}
+        for record_bytes, indices in by_size.items():
+            self._record_bytes = record_bytes
+            try:
+                taken = self._segments.take(record_bytes, len(indices))
+            except OSError as error:
+                outcomes.update(dict.fromkeys(indices, self._write_fault(error)))
+                continue
+            places.update(zip(indices, taken, strict=False))
+            outcomes.update(dict.fromkeys(indices[len(taken) :], Outcome.FULL))
+        return places
+
+    def _write_payloads(
+        self,
+        blocks: Sequence[BlockMeta],
+        payloads: Sequence[memoryview],
+        places: Mapping[int, Place],
+        outcomes: dict[int, Outcome],
+    ) -> dict[int, IndexEntry]:
+        """Make header and payload durable in their slots; return the entries to publish, and answer the others."""
+        by_segment: dict[int, list[int]] = defaultdict(list)
+        for index, place in places.items():
+            by_segment[place.segment].append(index)
+        entries: dict[int, IndexEntry] = {}
+        for number, indices in by_segment.items():
+            written = {i: IndexEntry(blocks[i], places[i], checksum(payloads[i])) for i in indices}
+            file = self._segments.file(number)
+            try:
+                file.write(
+                    [
+                        Outgoing(entry.place.slot, encode_header(entry.meta, entry.checksum), payloads[index])
+                        for index, entry in written.items()
+                    ]
+                )
+                file.sync()
+            except OSError as error:
+                outcomes.update(dict.fromkeys(indices, self._write_fault(error)))
+                self._segments.give_back([places[index] for index in indices])
+            else:
+                entries.update(written)
+        return entries
+
+    def _publish(self, entries: Mapping[int, IndexEntry], outcomes: dict[int, Outcome]) -> None:
+        """Make the entries visible in one durable transaction."""
+        if not entries:
+            return
+        inserted = [False] * len(entries)
+        refused = Outcome.UNAVAILABLE
+        try:
+            inserted = self._insert(list(entries.values()))
+            refused = Outcome.EXISTS
+        except IndexFull as error:
+            refused = Outcome.FULL
+            self._faults.count("index_full", detail=error)
+        finally:
+            unused = [entry for entry, ok in zip(entries.values(), inserted, strict=True) if not ok]
+            self._segments.give_back([entry.place for entry in unused])
+        for (index, entry), ok in zip(entries.items(), inserted, strict=True):
+            outcomes[index] = Outcome.OK if ok else refused
+            if ok:
+                self._count_blocks(1, record_size(entry.meta.payload_bytes))
+
+    def _insert(self, entries: Sequence[IndexEntry]) -> list[bool]:
+        self._index.grow(self._space.index_bytes(self._segments.num_slots))
+        try:
+            return self._index.insert(entries)
+        except IndexFull:
+            if not self._stretch_index(len(entries)):
+                raise
+            return self._index.insert(entries)
+
+    def _stretch_index(self, num_entries: int) -> bool:
+        """Give the index more than its due, at the cost of room for blocks; return whether there was any."""
+        more_bytes = max(MIB // 4, 2 * num_entries * BYTES_PER_ENTRY)
+        if self._room(BYTES_PER_ENTRY) < more_bytes:
+            return False
+        self._index.grow(self._index.map_bytes + more_bytes)
+        return True
+
+    def _write_fault(self, error: OSError) -> Outcome:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._faults.count("disk_full", detail=error)
+            return Outcome.FULL
+        self._faults.count("write_error", detail=error)
+        return Outcome.UNAVAILABLE
+
+    # ------------------------------------------------------------ helpers
+
+    def _remove(
+        self, keys: Sequence[BlockKey], places: Sequence[Place] | None, *, reuse: bool = True
+    ) -> list[IndexEntry | None]:
+        """Delete from the index, durably, and then free the slots for `reuse`."""
+        try:
+            removed = self._index.remove(keys, places)
+        except IndexFull:
+            if len(keys) == 1 and not self._stretch_index(1):
+                raise
+            # A large batch changes many pages at once; one at a time needs only a few.
+            one_by_one = [places[i : i + 1] if places is not None else None for i in range(len(keys))]
+            return [
+                entry
+                for key, place in zip(keys, one_by_one, strict=True)
+                for entry in self._remove([key], place, reuse=reuse)
+            ]
+        gone = [entry for entry in removed if entry is not None]
+        self._count_blocks(-len(gone), -sum(record_size(entry.meta.payload_bytes) for entry in gone))
+        if reuse:
+            self._segments.retire([entry.place for entry in gone])
+        return removed
+
+    def _count_blocks(self, num_blocks: int, num_bytes: int) -> None:
+        with self._counts_lock:
+            self._num_blocks += num_blocks
+            self._used_bytes += num_bytes
+
+    @contextlib.contextmanager
+    def _unavailable_counted(self) -> Iterator[None]:
+        """Swallow and count a fault of the disk; the caller then answers UNAVAILABLE."""
+        try:
+            yield
+        except (TierUnavailable, IndexFull, OSError) as error:
+            self._faults.count("unavailable", detail=error)
