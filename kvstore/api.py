@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -208,23 +208,32 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s http: %(message)s")
     if settings.parent:
         end_with_parent(settings.parent, signal.SIGTERM)
-    # The daemon decides when to stop; a Ctrl-C in its terminal reaches this process too.
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn puts its own handlers in front while it serves, and afterwards raises the signal again.
-        signal.signal(ignored, lambda *_: None)
+        # The daemon decides when to stop; a Ctrl-C in its terminal reaches this process too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         app = create_app(lambda: Client(Path(settings.run_dir), name="http"), settings.http)
+        server = _server(app)
+        # From here on, and not only once uvicorn runs: a SIGTERM in between would be lost.
+        signal.signal(signal.SIGTERM, server.handle_exit)
         listener = _listen(settings.http)
     except ConfigError as error:
         _log.error("%s", error)
         return 2
     with listener:
-        _server(app).run(sockets=[listener])
+        server.run(sockets=[listener])
     return 0
 
 
-def _server(app: FastAPI) -> uvicorn.Server:
-    return uvicorn.Server(
+class _Server(uvicorn.Server):
+    """A server that leaves the process's signal handlers alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: FastAPI) -> _Server:
+    return _Server(
         uvicorn.Config(
             app,
             loop="uvloop",

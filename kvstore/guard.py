@@ -3,6 +3,7 @@
 Covers: refusing early, with a JSON error. Does not cover: what the requests mean, see `kvstore/api.py`.
 """
 
+import contextlib
 import hmac
 import json
 from collections.abc import Collection
@@ -71,10 +72,8 @@ class Guard:
             await _refuse(send, *refusal)
             return
         exchange = _Exchange(receive, send, self._max_body_bytes)
-        try:
+        with contextlib.suppress(_TooLong):
             await self._app(scope, exchange.receive, exchange.send)
-        except _TooLong:
-            pass
         if exchange.is_too_long and not exchange.answered:
             await _refuse(send, *self._too_long())
 

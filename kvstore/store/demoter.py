@@ -57,7 +57,7 @@ class Demoter:
         return block in self._queued or block in self._under_way
 
     def add(self, block: int) -> None:
-        """Copy the block down soon. The entry is pinned neither now nor while it waits: if it goes, so does the copy."""
+        """Copy the block down soon. Nothing is pinned while it waits: if the block goes first, it is not copied."""
         if not self.wants(block) and not self._catalog.resident(block, self._tier):
             self._queue.append(block)
             self._queued.add(block)

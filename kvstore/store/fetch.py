@@ -45,7 +45,7 @@ class Fetches:
         return len(self._running)
 
     def begin(self, keys: bytes, namespace: int, owner: int, now: float, deadline_s: float, reply: Reply) -> list[int]:
-        """Start; return the blocks that were in RAM already, in order. The caller has checked that MAX_FETCHES holds."""
+        """Start; return the blocks that were in RAM already, in order. The caller sees to MAX_FETCHES."""
         deadline = now + deadline_s
         lease = self._leases.open(owner, deadline + _COPY_GRACE_S)
         fetch = _Fetch(lease, reply, deadline)

@@ -57,7 +57,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return metas
 
     def continues(self, other: "SessionRecord") -> bool:
-        """Whether this is a later state of the same conversation, so that nothing of `other` is lost by replacing it."""
+        """Whether this is a later state of the same conversation, so nothing of `other` is lost by replacing it."""
         mine = [(message.role, message.content, message.token_ids) for message in self.messages]
         theirs = [(message.role, message.content, message.token_ids) for message in other.messages]
         return mine[: len(theirs)] == theirs

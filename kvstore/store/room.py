@@ -94,7 +94,7 @@ class Room:
         return bool(victims)
 
     def delete(
-        self, tier: TierKind, blocks: Iterable[int], reason: str, done: Callable[[int, bool], None] | None = None
+        self, tier: TierKind, blocks: Iterable[int], reason: str, done: Callable[[TierKind, bool], None] | None = None
     ) -> None:
         """Delete these blocks' copies in a slow tier. At once the catalog knows them no more; `done` is told per block
         whether the tier forgot it too. One that fails to be deleted answers EXISTS when it is stored again."""
@@ -111,7 +111,7 @@ class Room:
             def finished(result: ops.Result, block: int = block) -> None:
                 self.deleting[tier].discard(block)
                 if done is not None:
-                    done(block, result.outcome in (Outcome.OK, Outcome.MISS))
+                    done(tier, result.outcome in (Outcome.OK, Outcome.MISS))
                 self._catalog.unpin(block)
 
             link.store(ops.Delete(link.next_op(), key), finished)

@@ -1,6 +1,6 @@
 """Keeps session records where blocks are kept: on SSD at once, in the bucket once the blocks are there.
 
-The bucket's copy is put with If-Match, so two daemons that continue the same session at the same time are found out: the
+The bucket's copy is put with If-Match, so two daemons that continue one session at the same time are found out: the
 later one's branch is kept under a new id. Before a session is used here, the bucket is asked whether another daemon has
 a newer turn, within a short deadline.
 """

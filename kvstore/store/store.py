@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable
 
 from kvstore import wire
 from kvstore.config import Config
-from kvstore.core.block import BlockMeta
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
-from kvstore.store.catalog import STORED_TIERS, Catalog, tier_bit
+from kvstore.store.catalog import Catalog
 from kvstore.store.demoter import Demoter
-from kvstore.store.engines import Engine, EngineTable, Grant
+from kvstore.store.engines import Engine, EngineTable
+from kvstore.store.evict import Eviction, check_order
 from kvstore.store.fetch import MAX_FETCHES, Fetches, Reply
+from kvstore.store.grants import Grants
 from kvstore.store.lease import LeaseTable
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
@@ -26,9 +27,10 @@ from kvstore.store.record import SessionRecord
 from kvstore.store.room import Room
 from kvstore.store.session import Session, SessionTable
 from kvstore.store.session_sync import SessionSync
+from kvstore.store.snapshot import error_counts, ram_stats, session_counts, slow_tier_stats
 from kvstore.store.stats import Counts, RequestStats
 from kvstore.version import VERSION
-from kvstore.wire import ErrorCode, Slot
+from kvstore.wire import ErrorCode
 from tiers.ram import RamTier
 
 _log = logging.getLogger(__name__)
@@ -62,11 +64,12 @@ class Store:
         self._refused = Counts()
         self._requests = RequestStats()
         self._blocks_stored = 0
-        self._ram_bytes = {"in": 0, "out": 0}
+        self._ram_bytes_in = self._ram_bytes_out = 0
         self._demoters: dict[TierKind, Demoter] = {}
         self._catalog = catalog = Catalog(self._on_removed)
         self._room = Room(catalog, ram, links)
         self._loader = Loader(catalog, ram, links, self._room, self._on_loaded, self._on_lost)
+        self._grants = Grants(catalog, ram, self._room)
         self._leases = LeaseTable(catalog)
         self._fetches = Fetches(catalog, ram, self._loader, self._leases)
         for tier, link in links.items():
@@ -170,9 +173,7 @@ class Store:
     def detach(self, engine: Engine) -> None:
         """End all grants and leases of the engine, which writes and reads no more."""
         self._fetches.release_all(engine.incarnation)
-        for key, grant in engine.grants.items():
-            self._abandon(BlockKey(key), grant)
-        engine.grants.clear()
+        self._grants.abandon_all(engine)
         self._engines.remove(engine)
 
     # ------------------------------------------------------------ lookup and fetch
@@ -193,7 +194,7 @@ class Store:
             raise ProtocolError(ErrorCode.BUSY, f"{MAX_FETCHES} fetches are running")
         now = self._clock()
         touched = self._fetches.begin(keys, engine.namespace, engine.incarnation, now, request.deadline_s, reply)
-        self._ram_bytes["out"] += len(touched) * self._catalog.namespaces[engine.namespace].payload_bytes
+        self._ram_bytes_out += len(touched) * self._catalog.namespaces[engine.namespace].payload_bytes
         self._room.policies[TierKind.RAM].on_access(touched)
         on_ssd = [block for block in touched if self._catalog.resident(block, TierKind.SSD)]
         self._room.policies[TierKind.SSD].on_access(on_ssd)
@@ -210,11 +211,7 @@ class Store:
             raise ProtocolError(
                 ErrorCode.BAD_REQUEST, f"a store has at most {MAX_BLOCKS_PER_STORE} keys, one parent key and a depth"
             )
-        parent = BlockKey(request.parent)
-        slots = []
-        for index, key in enumerate(keys):
-            slots.append(self._grant(engine, key, parent, request.depth + index, index))
-            parent = key
+        slots = self._grants.give(engine, keys, BlockKey(request.parent), request.depth)
         for slot in slots:
             if slot.outcome not in (Outcome.OK, Outcome.EXISTS):
                 self._refused.add(Outcome(slot.outcome).label)
@@ -228,21 +225,12 @@ class Store:
         outcomes = bytearray()
         committed = []
         for key, generation, written in zip(keys, request.generations, request.written, strict=True):
-            grant = engine.grants.get(key)
-            if grant is None or grant.generation != generation:
-                outcomes.append(Outcome.STALE)
-                continue
-            del engine.grants[key]
-            if not written:
-                self._abandon(key, grant)
-                outcomes.append(Outcome.CANCELLED)
-                continue
-            self._ram.publish(key)
-            self._catalog.finish_write(grant.block)
-            committed.append(grant.block)
-            outcomes.append(Outcome.OK)
+            outcome, block = self._grants.commit(engine, key, generation, written)
+            outcomes.append(outcome)
+            if outcome == Outcome.OK:
+                committed.append(block)
         self._blocks_stored += len(committed)
-        self._ram_bytes["in"] += len(committed) * self._catalog.namespaces[engine.namespace].payload_bytes
+        self._ram_bytes_in += len(committed) * self._catalog.namespaces[engine.namespace].payload_bytes
         self._room.policies[TierKind.RAM].on_insert(committed)
         self._write_down(committed)
         return wire.Committed(bytes(outcomes))
@@ -315,58 +303,26 @@ class Store:
     # ------------------------------------------------------------ operation
 
     def evict(self, request: wire.Evict, reply: Reply) -> None:
-        """Empty tiers, fastest first; answered once the slow ones have done it."""
-        chosen = [tier for tier in STORED_TIERS if tier.label in request.tiers]
-        if len(chosen) != len(set(request.tiers)):
-            raise ProtocolError(ErrorCode.BAD_REQUEST, "tiers to evict from are ram, ssd and s3")
-        absent = [tier.label for tier in chosen if tier != TierKind.RAM and tier not in self._links]
-        if absent:
-            raise ProtocolError(ErrorCode.BAD_REQUEST, f"tier {absent[0]} is not configured")
-        emptied = sum(tier_bit(tier) for tier in chosen)
-        freed = {tier.label: 0 for tier in chosen}
-        kept = {tier.label: 0 for tier in chosen}
-        victims: dict[TierKind, list[int]] = {}
-        for tier in chosen:
-            residents = self._catalog.blocks_resident(tier)
-            may_go = [b for b in residents if not self._catalog.pinned(b) and b not in self._doomed]
-            if not request.drop:
-                may_go = [b for b in may_go if self._catalog.residency(b) & ~emptied]
-            victims[tier] = may_go
-            kept[tier.label] = len(residents) - len(may_go)
-        waiting = sum(len(blocks) for tier, blocks in victims.items() if tier != TierKind.RAM)
-        # Pinned across the loop: a block whose last copy goes must keep its id until all tiers are through.
-        for block in (pinned := {block for blocks in victims.values() for block in blocks}):
-            self._catalog.pin(block)
-
-        def deleted(tier: TierKind, ok: bool) -> None:
-            nonlocal waiting
-            waiting -= 1
-            (freed if ok else kept)[tier.label] += 1
-            if waiting == 0:
-                reply(wire.Evicted(freed, kept))
-
-        for tier, blocks in victims.items():
-            if tier == TierKind.RAM:
-                for block in blocks:
-                    self._room.free_ram(block, "evicted")
-                freed[tier.label] = len(blocks)
-            else:
-                self._room.delete(tier, blocks, "evicted", lambda block, ok, tier=tier: deleted(tier, ok))  # type: ignore[misc]
-        for block in pinned:
-            self._catalog.unpin(block)
-        if not any(blocks for tier, blocks in victims.items() if tier != TierKind.RAM):
-            reply(wire.Evicted(freed, kept))
+        check_order(request, self._links)
+        Eviction(self._catalog, self._room, request, self._doomed, reply)
 
     def stats(self) -> wire.StatsReply:
-        durable = {"none": 0, "ssd": 0, "s3": 0}
-        for session in self._sessions:
-            durable[self._sessions.durable(session)] += 1
-        errors = Counts()
-        for kind, number in self._errors.snapshot().items():
-            errors.add(kind, number)
-        for tier, link in self._links.items():
-            for kind, number in link.level.faults.items():
-                errors.add(f"{tier.label}_{kind}", number)
+        ram = ram_stats(self._catalog, self._ram, self._room, self._requests)
+        tiers: dict[str, object] = {
+            "hbm": {
+                "state": "ok" if len(self._engines) else "off",
+                "hit_tokens": self._requests.hit_tokens(TierKind.HBM),
+            },
+            "ram": {
+                **ram,
+                "bytes_in": self._ram_bytes_in,
+                "bytes_out": self._ram_bytes_out,
+                "queue": len(self._fetches),
+            },
+        }
+        for tier in (TierKind.SSD, TierKind.S3):
+            link, demoter = self._links.get(tier), self._demoters.get(tier)
+            tiers[tier.label] = slow_tier_stats(tier, link, demoter, self._catalog, self._room, self._requests)
         return wire.StatsReply(
             {
                 "daemon": {
@@ -376,14 +332,10 @@ class Store:
                     "engines": len(self._engines),
                     "tiers": [TierKind.RAM.label, *(tier.label for tier in self._links)],
                 },
-                "tiers": self._tier_stats(),
+                "tiers": tiers,
                 "requests": self._requests.snapshot(),
-                "errors": errors.snapshot(),
-                "sessions": {
-                    "count": len(self._sessions),
-                    "pinned": sum(session.pinned for session in self._sessions),
-                    "durable": durable,
-                },
+                "errors": error_counts(self._errors, self._links),
+                "sessions": session_counts(self._sessions),
                 "store": {"blocks_stored": self._blocks_stored, "refused": self._refused.snapshot()},
             }
         )
@@ -402,27 +354,6 @@ class Store:
             )
 
     # ------------------------------------------------------------ private
-
-    def _grant(self, engine: Engine, key: BlockKey, parent: BlockKey, depth: int, index: int) -> Slot:
-        info = self._catalog.namespaces[engine.namespace]
-        block = self._catalog.ensure(BlockMeta(key, parent, info.digest, depth, info.payload_bytes))
-        if block < 0:
-            return Slot(index, Outcome.REJECTED)
-        if self._catalog.writing(block):
-            return Slot(index, Outcome.PENDING)
-        if self._catalog.residency(block):
-            return Slot(index, Outcome.EXISTS)
-        self._catalog.begin_write(block)
-        slot = self._room.reserve(block)
-        if slot is None:
-            self._catalog.abort_write(block)
-            return Slot(index, Outcome.BUSY)
-        engine.grants[key] = Grant(block, slot.generation)
-        return Slot(index, Outcome.OK, slot.offset, slot.generation)
-
-    def _abandon(self, key: BlockKey, grant: Grant) -> None:
-        self._ram.abandon(key)
-        self._catalog.abort_write(grant.block)
 
     def _write_down(self, blocks: Iterable[int]) -> None:
         """Every block goes to SSD; without one, sessions bring theirs to the bucket themselves (session_sync.py)."""
@@ -471,44 +402,6 @@ class Store:
                 if self._catalog.resident(block, TierKind.RAM):
                     self._room.free_ram(block, "deleted")
                 self._catalog.unpin(block)
-
-    def _tier_stats(self) -> dict[str, object]:
-        ram = self._ram.usage()
-        tiers: dict[str, object] = {
-            "hbm": {
-                "state": "ok" if len(self._engines) else "off",
-                "hit_tokens": self._requests.hit_tokens(TierKind.HBM),
-            },
-            "ram": {
-                "state": "ok",
-                "blocks": self._catalog.blocks_in(TierKind.RAM),
-                "used_bytes": ram.used_bytes,
-                "capacity_bytes": ram.capacity_bytes,
-                "hit_tokens": self._requests.hit_tokens(TierKind.RAM),
-                "bytes_in": self._ram_bytes["in"],
-                "bytes_out": self._ram_bytes["out"],
-                "evicted_blocks": self._room.evicted[TierKind.RAM],
-                "queue": len(self._leases),
-            },
-        }
-        for tier in (TierKind.SSD, TierKind.S3):
-            link = self._links.get(tier)
-            if link is None:
-                tiers[tier.label] = {"state": "off", "hit_tokens": self._requests.hit_tokens(tier)}
-                continue
-            tiers[tier.label] = {
-                "state": link.level.state if link.ready else "down",
-                "reason": link.failure,
-                "blocks": self._catalog.blocks_in(tier),
-                "used_bytes": link.level.used_bytes,
-                "capacity_bytes": link.level.capacity_bytes,
-                "hit_tokens": self._requests.hit_tokens(tier),
-                "bytes_in": link.bytes_in,
-                "bytes_out": link.bytes_out,
-                "evicted_blocks": self._room.evicted[tier],
-                "queue": len(self._demoters[tier]),
-            }
-        return tiers
 
 
 def _checked_keys(keys: bytes) -> bytes:

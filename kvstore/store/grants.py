@@ -1,0 +1,71 @@
+"""Grants: the right of one engine to write one block into its slot.
+
+A grant lasts as long as its engine lives: no timer may take a slot from under a copy that is only slow. What an engine
+that died had not committed was never visible, and its slots are free again.
+"""
+
+from kvstore.core.block import BlockMeta
+from kvstore.core.key import BlockKey
+from kvstore.core.outcome import Outcome
+from kvstore.store.catalog import Catalog
+from kvstore.store.engines import Engine, Grant
+from kvstore.store.room import Room
+from kvstore.wire import Slot
+from tiers.ram import RamTier
+
+
+class Grants:
+    """Owned by the control thread."""
+
+    def __init__(self, catalog: Catalog, ram: RamTier, room: Room) -> None:
+        self._catalog = catalog
+        self._ram = ram
+        self._room = room
+
+    def give(self, engine: Engine, keys: list[BlockKey], parent: BlockKey, depth: int) -> list[Slot]:
+        """Answer per key of consecutive blocks: OK with a slot to write to, or why not."""
+        slots = []
+        for index, key in enumerate(keys):
+            slots.append(self._give(engine, key, parent, depth + index, index))
+            parent = key
+        return slots
+
+    def commit(self, engine: Engine, key: BlockKey, generation: int, written: bool) -> tuple[Outcome, int]:
+        """Return what became of the grant and the block; on OK it is readable from here on."""
+        grant = engine.grants.get(key)
+        if grant is None or grant.generation != generation:
+            return Outcome.STALE, -1
+        del engine.grants[key]
+        if not written:
+            self._abandon(key, grant)
+            return Outcome.CANCELLED, -1
+        self._ram.publish(key)
+        self._catalog.finish_write(grant.block)
+        return Outcome.OK, grant.block
+
+    def abandon_all(self, engine: Engine) -> None:
+        """The engine writes no more."""
+        for key, grant in engine.grants.items():
+            self._abandon(BlockKey(key), grant)
+        engine.grants.clear()
+
+    def _give(self, engine: Engine, key: BlockKey, parent: BlockKey, depth: int, index: int) -> Slot:
+        info = self._catalog.namespaces[engine.namespace]
+        block = self._catalog.ensure(BlockMeta(key, parent, info.digest, depth, info.payload_bytes))
+        if block < 0:
+            return Slot(index, Outcome.REJECTED)
+        if self._catalog.writing(block):
+            return Slot(index, Outcome.PENDING)
+        if self._catalog.residency(block):
+            return Slot(index, Outcome.EXISTS)
+        self._catalog.begin_write(block)
+        slot = self._room.reserve(block)
+        if slot is None:
+            self._catalog.abort_write(block)
+            return Slot(index, Outcome.BUSY)
+        engine.grants[key] = Grant(block, slot.generation)
+        return Slot(index, Outcome.OK, slot.offset, slot.generation)
+
+    def _abandon(self, key: BlockKey, grant: Grant) -> None:
+        self._ram.abandon(key)
+        self._catalog.abort_write(grant.block)
