@@ -28,7 +28,7 @@ _HUBER_ROUNDS = 3
 _PRIOR_WEIGHT = 0.01
 _STEP_WINDOW = 64
 _LOAD_WINDOW = 32
-_MIN_PREFILL_TOKENS = 128
+_MIN_PREFILLS = 3
 _MIN_LOADS = 2
 # A tier that was once slow must get another chance though the plan avoids it: what is older is forgotten.
 _LOAD_MAX_AGE_S = 120.0
@@ -98,7 +98,7 @@ class CostModel:
 
     @property
     def prefill_known(self) -> bool:
-        return sum(work.prefill_tokens for work, _ in self._prefills) >= _MIN_PREFILL_TOKENS
+        return len(self._prefills) >= _MIN_PREFILLS
 
     def load_known(self, tier: TierKind) -> bool:
         return len(self._fresh_loads(tier)) >= _MIN_LOADS

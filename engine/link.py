@@ -1,0 +1,155 @@
+"""What the engine needs of kvstore's client, and one client per thread and tenant.
+
+A client belongs to one thread and to one namespace, and the tenant is part of the namespace. So each thread has its
+own `Links`, and those clone one root client per tenant, which holds the attachment.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from kvstore import wire
+from kvstore.core.key import BlockKey
+from kvstore.core.outcome import Outcome, TierKind
+
+
+class LookupResult(Protocol):
+    """Leading blocks that exist: `tiers[i]` holds block i; the next one answers `next`, `why` tells more of a miss."""
+
+    @property
+    def tiers(self) -> Sequence[TierKind]: ...
+
+    @property
+    def next(self) -> Outcome: ...
+
+    @property
+    def why(self) -> str: ...
+
+
+class LandedBlock(Protocol):
+    """Block `index` of a fetch; its bytes are in `view` where `outcome` is OK."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def outcome(self) -> Outcome: ...
+
+    @property
+    def view(self) -> memoryview | None: ...
+
+    @property
+    def source(self) -> TierKind: ...
+
+
+class FetchStream(Protocol):
+    """Leaving it as a context manager releases every pin of the fetch."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def landed(self, timeout_s: float) -> Sequence[LandedBlock]: ...
+
+    def still_valid(self, block: Any) -> bool: ...
+
+    def __enter__(self) -> "FetchStream": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class GrantedBlock(Protocol):
+    @property
+    def outcome(self) -> Outcome: ...
+
+    @property
+    def view(self) -> memoryview | None: ...
+
+    @property
+    def generation(self) -> int: ...
+
+
+class StoreGrant(Protocol):
+    @property
+    def blocks(self) -> Sequence[GrantedBlock]: ...
+
+    @property
+    def retry_s(self) -> float: ...
+
+
+class KVClient(Protocol):
+    """The part of `kvstore.client.Client` that the engine uses; see there for what each call promises."""
+
+    def clone(self) -> "KVClient": ...
+
+    def close(self) -> None: ...
+
+    def lookup(self, keys: Sequence[BlockKey], deadline_s: float | None = None) -> LookupResult: ...
+
+    def fetch(self, keys: Sequence[BlockKey], deadline_s: float) -> FetchStream: ...
+
+    def store(
+        self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
+    ) -> StoreGrant: ...
+
+    def commit(self, keys: Sequence[BlockKey], generations: list[int], written: list[bool]) -> Sequence[Outcome]: ...
+
+    def report(self, report: wire.Report) -> None: ...
+
+    def observe(self, errors: dict[str, int]) -> None: ...
+
+    def session_get(
+        self, session_id: str, tenant: str = "", deadline_s: float | None = None
+    ) -> wire.SessionView | None: ...
+
+    def session_put(self, put: wire.SessionPut) -> wire.SessionSaved: ...
+
+
+class Roots:
+    """The root client of each tenant, made when the tenant first appears. Any thread may use it."""
+
+    def __init__(self, make: Callable[[str], KVClient], max_tenants: int = 32) -> None:
+        self._make = make
+        self._max_tenants = max_tenants
+        self._lock = threading.Lock()
+        self._clients: dict[str, KVClient] = {}
+
+    def knows(self, tenant: str) -> bool:
+        """Whether the tenant has a client or may still get one."""
+        with self._lock:
+            return tenant in self._clients or len(self._clients) < self._max_tenants
+
+    def clone(self, tenant: str) -> KVClient:
+        with self._lock:
+            if tenant not in self._clients:
+                self._clients[tenant] = self._make(tenant)
+            return self._clients[tenant].clone()
+
+    def close(self) -> None:
+        with self._lock:
+            for client in self._clients.values():
+                client.close()
+            self._clients.clear()
+
+
+class Links:
+    """One thread's clients by tenant."""
+
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
+        self._clients: dict[str, KVClient] = {}
+
+    def client(self, tenant: str) -> KVClient:
+        if tenant not in self._clients:
+            self._clients[tenant] = self._roots.clone(tenant)
+        return self._clients[tenant]
+
+    def opened(self) -> list[KVClient]:
+        return list(self._clients.values())
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
