@@ -1,0 +1,113 @@
+"""Compiles every kernel ahead of time for the GPUs we name, on a machine that may have none, and says what each takes.
+
+    python -m kernels.compile            # a table: kernel, architecture, registers, stack bytes, cubin bytes
+    python -m kernels.compile --out DIR  # and leaves the cubin files there
+
+Must not run under TRITON_INTERPRET=1, which replaces the compiler.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.gather import NUM_WARPS, TILE_LANES, gather_kernel
+from kernels.scatter import scatter_kernel
+
+ARCHITECTURES = (80, 90)
+_STRIDES = ("block_stride", "layer_stride", "part_stride", "token_stride", "head_stride", "payload_stride")
+_LANE_TYPES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*i8"}
+# Pools to compile for: heads and head_dim of a large model, of the demo's model, and heads stored before tokens.
+_SHAPES = {
+    "llama_8b_bf16": {"lane": 8, "tokens": 16, "heads": 8, "head_lanes": 32, "is_flat": True},
+    "smollm2_f32": {"lane": 8, "tokens": 16, "heads": 3, "head_lanes": 32, "is_flat": True},
+    "heads_first_bf16": {"lane": 8, "tokens": 16, "heads": 8, "head_lanes": 32, "is_flat": False},
+    "odd_i8": {"lane": 1, "tokens": 5, "heads": 3, "head_lanes": 7, "is_flat": False},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel for one architecture. `stack_bytes` counts local memory: more than 0 means spilled registers."""
+
+    name: str
+    architecture: int
+    cubin: bytes
+    registers: int | None
+    stack_bytes: int | None
+
+
+def compile_all(architecture: int) -> list[Compiled]:
+    """Compile every kernel in every shape for sm_<architecture>."""
+    kernels = {"gather": gather_kernel, "scatter": scatter_kernel}
+    return [
+        _compile(f"{name}_{shape_name}", kernel, shape, architecture)
+        for name, kernel in kernels.items()
+        for shape_name, shape in _SHAPES.items()
+    ]
+
+
+def _compile(name: str, kernel: Any, shape: dict[str, Any], architecture: int) -> Compiled:
+    lane = _LANE_TYPES[shape["lane"]]
+    types = {"pool": lane, "payloads": lane, "pool_blocks": "*i64"} | dict.fromkeys(_STRIDES, "i32")
+    constants = {
+        "POOL_BLOCKS_PER_BLOCK": 16,
+        "SEGMENT_LANES": shape["tokens"] * shape["heads"] * shape["head_lanes"],
+        "NUM_HEADS": shape["heads"],
+        "HEAD_LANES": shape["head_lanes"],
+        "IS_FLAT": shape["is_flat"],
+        "TILE": TILE_LANES,
+    }
+    signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+    # What the just-in-time compiler finds out at launch: tensors start at a multiple of 16 bytes, and in pools
+    # worth tuning for, so do strides.
+    aligned = [
+        (i,)
+        for i, argument in enumerate(kernel.arg_names)
+        if signature[argument].startswith("*") or (argument in _STRIDES and shape["lane"] == 8)
+    ]
+    attributes = {place: [["tt.divisibility", 16]] for place in aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    cubin = triton.compile(source, target=target, options={"num_warps": NUM_WARPS}).asm["cubin"]
+    registers, stack_bytes = _resources(cubin)
+    return Compiled(name, architecture, cubin, registers, stack_bytes)
+
+
+def _resources(cubin: bytes) -> tuple[int | None, int | None]:
+    """Return registers per thread and stack bytes by triton's own cuobjdump, or None where it is missing."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.is_file():
+        return None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, timeout=60, check=False)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
+    return (int(found[1]), int(found[2])) if found else (None, None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.compile", description="Compile all kernels ahead of time.")
+    parser.add_argument("--out", type=Path, help="leave the cubin files in this folder")
+    arguments = parser.parse_args()
+    for architecture in ARCHITECTURES:
+        for kernel in compile_all(architecture):
+            size = len(kernel.cubin)
+            print(f"{kernel.name}\tsm_{architecture}\t{kernel.registers}\t{kernel.stack_bytes}\t{size}", flush=True)
+            if arguments.out is not None:
+                arguments.out.mkdir(parents=True, exist_ok=True)
+                (arguments.out / f"{kernel.name}.sm_{architecture}.cubin").write_bytes(kernel.cubin)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
