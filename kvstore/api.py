@@ -206,6 +206,7 @@ def _error(status: int, code: str, message: str) -> JSONResponse:
 def main() -> int:
     settings = _read_settings()
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s http: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its five lines about starting and stopping
     if settings.parent:
         end_with_parent(settings.parent, signal.SIGTERM)
         # The daemon decides when to stop; a Ctrl-C in its terminal reaches this process too.

@@ -7,7 +7,6 @@
 4  what was asked for does not exist
 """
 
-import os
 import sys
 from typing import Final
 
@@ -51,10 +50,6 @@ def main() -> None:
     """Run the command line and exit. A fault that nobody foresaw ends with its traceback and EXIT_FAULT."""
     try:
         app()
-    except BrokenPipeError:
-        # `kvstore stats | head`: the reader has what it wanted. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except KVStoreError as error:

@@ -23,7 +23,7 @@ _TIER_COUNTERS: Final = {
     "bytes_out": ("read_bytes", "Payload bytes read from the tier."),
     "evicted_blocks": ("evicted_blocks", "Copies the tier gave up to make room."),
 }
-_STATES: Final = ("ok", "degraded", "off")
+_STATES: Final = ("ok", "degraded", "down", "off")
 
 
 class StatsCollector:
@@ -88,10 +88,13 @@ def _requests(requests: Snapshot) -> Iterator[Metric]:
     yield from _counter("kvstore_recomputed_tokens", "Prompt tokens that were prefilled.", recomputed)
     missed = _section(requests, "miss_tokens")
     yield _by_label("kvstore_missed_tokens", "Prefilled prompt tokens by the reason of the miss.", "reason", missed)
+    yield _by_label("kvstore_plans", "Requests by what was planned for them.", "plan", _section(requests, "plans"))
+    saved = requests.get("saved_prefill_s")
+    yield from _counter("kvstore_saved_prefill_seconds", "Prefill time that fetching saved.", saved)
     ttft = _section(requests, "ttft_s")
-    if "count" in ttft and "sum" in ttft:
+    if "count" in requests and "sum" in ttft:
         summary = SummaryMetricFamily("kvstore_ttft_seconds", "Time to first token.")
-        summary.add_metric([], count_value=ttft["count"], sum_value=ttft["sum"])
+        summary.add_metric([], count_value=requests["count"], sum_value=ttft["sum"])
         yield summary
 
 

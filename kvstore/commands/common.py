@@ -46,7 +46,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, consol
     if console.is_terminal:
         console.print(drawn_table(columns, rows))
     else:
-        console.file.write(plain_table(columns, rows))
+        typer.echo(plain_table(columns, rows), nl=False)
 
 
 def drawn_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -92,6 +92,7 @@ def view(snapshot: Snapshot) -> View:
     tiers = _section(snapshot, "tiers")
     rows = [_tier_row(kind.label, tiers[kind.label], requests) for kind in TierKind if kind.label in tiers]
     lines = [
+        *(f"{tier}: {values['reason']}" for tier, values in tiers.items() if values.get("reason")),
         *_daemon_lines(_section(snapshot, "daemon")),
         *_request_lines(requests),
         *_session_lines(_section(snapshot, "sessions")),
@@ -134,9 +135,12 @@ def _request_lines(requests: Snapshot) -> list[str]:
     missed = _section(requests, "miss_tokens")
     if missed:
         lines.append(f"missed tokens: {_counts(missed)}")
-    ttft = {name: value for name, value in _section(requests, "ttft_s").items() if name.startswith(("p", "m"))}
-    if ttft:
-        lines.append("time to first token: " + ", ".join(f"{name} {value:.3g} s" for name, value in ttft.items()))
+    plans = _section(requests, "plans")
+    if plans:
+        lines.append(f"plans: {_counts(plans)}; prefill saved {requests.get('saved_prefill_s', 0):.3g} s")
+    ttft = _section(requests, "ttft_s")
+    if ttft.get("recent_p50") is not None:
+        lines.append(f"recent time to first token: p50 {ttft['recent_p50']:.3g} s, p99 {ttft['recent_p99']:.3g} s")
     return lines
 
 
@@ -160,7 +164,7 @@ def _show(snapshot: Snapshot, json: bool, console: Console) -> None:
     elif console.is_terminal:
         console.print(view(snapshot).drawn())
     else:
-        console.file.write(view(snapshot).plain())
+        typer.echo(view(snapshot).plain(), nl=False)
 
 
 def _refresh(snapshot: Snapshot, json: bool, console: Console, live: Live) -> None:

@@ -26,12 +26,15 @@ def test_every_number_of_the_snapshot_becomes_a_sample() -> None:
     assert value(found, "kvstore_tier_blocks", tier="ram") == 12
     assert value(found, "kvstore_tier_capacity_bytes", tier="ram") == 1 << 30
     assert value(found, "kvstore_tier_written_bytes_total", tier="ram") == 5 << 20
-    assert value(found, "kvstore_tier_state", tier="s3", state="off") == 1
+    assert value(found, "kvstore_tier_state", tier="s3", state="down") == 1
     assert value(found, "kvstore_tier_state", tier="s3", state="ok") == 0
     assert value(found, "kvstore_prompt_tokens_total") == 1000
     assert value(found, "kvstore_served_tokens_total", tier="hbm") == 100
     assert value(found, "kvstore_missed_tokens_total", reason="never_stored") == 600
     assert value(found, "kvstore_ttft_seconds_sum") == 2.5
+    assert value(found, "kvstore_ttft_seconds_count") == 4
+    assert value(found, "kvstore_plans_total", plan="fetch") == 3
+    assert value(found, "kvstore_saved_prefill_seconds_total") == 1.25
     assert value(found, "kvstore_errors_total", kind="corrupt") == 2
     assert value(found, "kvstore_sessions", durable="ssd") == 2
     assert value(found, "kvstore_refused_blocks_total", reason="full") == 1
