@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -34,22 +35,38 @@ from kvstore.demo.report import Row, Turn, as_json, show, write
 from kvstore.demo.texts import Talk, talks
 from kvstore.s3server import REGION, S3Server
 
-BLOCK_TOKENS = 16
-RESUMED = 8
-DISPLACED = 2
-TIMED = 5
-# About 1,430 tokens of the small model's tokenizer.
-_OPENING_CHARS = 5000
-# SmolLM2-135M in float32: 46,080 bytes per token. Room for the eight resumed sessions, not for all ten.
-_POOL_BLOCK_BYTES = 16 * 46_080
-_HBM_BLOCKS = 840
-_REFERENCE_HBM_BLOCKS = 1400
 _DURABLE_DEADLINE_S = 180.0
 _BUCKET = "kvstore-demo"
 _TURNS = 7
 
 
-def run(report_path: Path) -> int:
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large the demo is. `hbm_blocks` has room for the resumed sessions, not for the displaced ones beside them."""
+
+    model: str
+    model_arguments: tuple[str, ...]
+    pool_block_bytes: int
+    resumed: int = 8
+    displaced: int = 2
+    timed: int = 5
+    block_tokens: int = 16
+    opening_chars: int = 5000
+    hbm_blocks: int = 840
+    reference_hbm_blocks: int = 1400
+    ram_size: str = "1152MiB"
+    ssd_max_bytes: str = "4GiB"
+
+    def engine_arguments(self, hbm_blocks: int) -> list[str]:
+        hbm_bytes = hbm_blocks * self.pool_block_bytes
+        return [*self.model_arguments, "--hbm-bytes", str(hbm_bytes), "--block-tokens", str(self.block_tokens)]
+
+
+# 30 layers x 2 x 3 KV heads x 64 x 4 bytes are 46,080 bytes per token; the texts make about 1,430 tokens each.
+SMOLLM2 = Scale("SmolLM2-135M-Instruct, float32", (), 16 * 46_080)
+
+
+def run(report_path: Path, scale: Scale = SMOLLM2) -> int:
     """Run everything, print the table, write the report; return 0 if every token was equal."""
     console = Console()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -66,15 +83,15 @@ def run(report_path: Path) -> int:
             if not console.is_terminal:
                 console.print(f"{time.monotonic() - started:6.1f} s  {text}")
 
-        spoken = talks(DISPLACED + RESUMED, _OPENING_CHARS)
+        spoken = talks(scale.displaced + scale.resumed, scale.opening_chars)
         step("reference: an engine that is never interrupted")
-        reference = _reference(folder, spoken)
-        demo = Demo(folder, spoken, reference, stack, step)
+        reference = _reference(folder, scale, spoken)
+        demo = Demo(folder, scale, spoken, reference, stack, step)
         rows, extra = demo.play()
         progress.update(task, completed=14, description="done")
     seconds = time.monotonic() - started
     show([*rows, *extra], console)
-    settings = {"block_tokens": BLOCK_TOKENS, "reply_tokens": REPLY_TOKENS, "model": "SmolLM2-135M-Instruct float32"}
+    settings = {"model": scale.model, "block_tokens": scale.block_tokens, "reply_tokens": REPLY_TOKENS}
     report = as_json(rows, extra, settings | {"seconds": round(seconds, 1)})
     write(report, report_path)
     all_equal = all(row["tokens_equal"] for row in [*report["interruptions"], *report["also"]])
@@ -84,9 +101,9 @@ def run(report_path: Path) -> int:
     return 0 if all_equal else 1
 
 
-def _reference(folder: Path, spoken: Sequence[Talk]) -> list[list[Reply]]:
+def _reference(folder: Path, scale: Scale, spoken: Sequence[Talk]) -> list[list[Reply]]:
     """Return the replies of every turn of every talk, reference[turn][talk]."""
-    engine = EngineProcess(_engine_arguments(_REFERENCE_HBM_BLOCKS), folder / "reference.log")
+    engine = EngineProcess(scale.engine_arguments(scale.reference_hbm_blocks), folder / "reference.log")
     try:
         engine.start()
         replies = []
@@ -104,13 +121,15 @@ class Demo:
     def __init__(
         self,
         folder: Path,
+        scale: Scale,
         spoken: Sequence[Talk],
         reference: list[list[Reply]],
         stack: contextlib.ExitStack,
         step: Callable[[str], None],
     ) -> None:
         self._folder = folder
-        self._displaced, self._resumed = spoken[:DISPLACED], spoken[DISPLACED:]
+        self._scale = scale
+        self._displaced, self._resumed = spoken[: scale.displaced], spoken[scale.displaced :]
         self._reference = {
             (talk.session_id, turn): reference[turn][index]
             for index, talk in enumerate(spoken)
@@ -184,7 +203,7 @@ class Demo:
         return Turn(
             talk.session_id,
             reply.prompt_tokens,
-            0 if before is None else before.cached_tokens(BLOCK_TOKENS),
+            0 if before is None else before.cached_tokens(self._scale.block_tokens),
             {tier.label: reply.served_tokens.get(tier.label, 0) for tier in TierKind},
             reply.recomputed_tokens,
             reply.ttft_s,
@@ -192,12 +211,14 @@ class Demo:
             reply.plan,
         )
 
-    def _resume(self, name: str, title: str, spoken: Sequence[Talk], plan: str = "fetch", timed: int = TIMED) -> Row:
+    def _resume(
+        self, name: str, title: str, spoken: Sequence[Talk], plan: str = "fetch", timed: int | None = None
+    ) -> Row:
         """One more turn of each session, in turn with the timing of prompts with everything recomputed."""
         turns, recompute_s = [], []
         for index, talk in enumerate(spoken):
             turns.append(self._say(talk, plan))
-            if index < timed:
+            if index < (self._scale.timed if timed is None else timed):
                 seconds, first = chats.recompute(self._engine.url, self._prompt(talk))
                 recompute_s.append(seconds)
                 if first != self._last[talk.session_id].token_ids[0]:
@@ -243,9 +264,9 @@ class Demo:
             (keys / file_name).write_text(secret)
             (keys / file_name).chmod(0o600)
         environment = {
-            "KVSTORE_RAM_SIZE": "1152MiB",
+            "KVSTORE_RAM_SIZE": self._scale.ram_size,
             "KVSTORE_SSD_PATH": str(self._folder / f"{name}-ssd"),
-            "KVSTORE_SSD_MAX_BYTES": "4GiB",
+            "KVSTORE_SSD_MAX_BYTES": self._scale.ssd_max_bytes,
             "KVSTORE_S3_BUCKET": _BUCKET,
             "KVSTORE_S3_ENDPOINT": self._s3.endpoint,
             "KVSTORE_S3_REGION": REGION,
@@ -258,14 +279,10 @@ class Demo:
         return daemon
 
     def _new_engine(self, daemon: Daemon) -> EngineProcess:
-        arguments = [*_engine_arguments(_HBM_BLOCKS), "--run-dir", str(daemon.run_dir)]
+        arguments = [*self._scale.engine_arguments(self._scale.hbm_blocks), "--run-dir", str(daemon.run_dir)]
         engine = EngineProcess(arguments, self._folder / "engine.log")
         self._stack.callback(lambda: engine.kill())
         return engine
-
-
-def _engine_arguments(hbm_blocks: int) -> list[str]:
-    return ["--hbm-bytes", str(hbm_blocks * _POOL_BLOCK_BYTES), "--block-tokens", str(BLOCK_TOKENS)]
 
 
 def _message(talk: Talk, turn: int) -> str:
