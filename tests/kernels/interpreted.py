@@ -1,13 +1,18 @@
 """The kernels in Triton's interpreter, on tiny shapes. Run by `test_interpreted.py`, in a process of its own:
-triton must be imported under TRITON_INTERPRET=1, which other tests in the same process could not bear."""
+triton must be imported under TRITON_INTERPRET=1, which other tests in the same process could not bear, and a kernel
+that writes outside of its tensors takes the process with it."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 
+from kernels import reference
 from kernels.gather import gather
 from kernels.layout import widest_lane
+from kernels.pinned import PinnedMemory
+from kernels.transfer import HostTransfers
 from tests.kernels import cases
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_interpreted.py instead"
@@ -53,3 +58,31 @@ def test_shapes_that_do_not_fit_each_other_are_refused(
     if len(pool_shape) == 6 and pool_shape[2] == 2 and payload_shape == (1, 16):
         with pytest.raises(ValueError, match="int64"):
             gather(torch.zeros(pool_shape), torch.zeros(1, 1), torch.zeros(payload_shape))
+
+
+class _HereAndNow:
+    """A lane without a stream: on the CPU what is launched is done."""
+
+    def after_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def beside_steps(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.mark.parametrize(("per_block", "staging_bytes"), [(1, 1 << 20), (2, 1 << 20), (2, 1), (2, 2 * 2 * 96)])
+def test_host_transfers_move_blocks_out_and_back_through_any_staging(per_block: int, staging_bytes: int) -> None:
+    pool = torch.arange(8 * 24, dtype=torch.float32).reshape(8, 2, 2, 3, 1, 2)
+    before = pool.clone()
+    transfers = HostTransfers(pool, per_block, (_HereAndNow(), _HereAndNow()), PinnedMemory(), staging_bytes)
+    groups = [[6, 1], [0, 3], [7, 2]] if per_block == 2 else [[6], [1], [4]]
+    payload_bytes = pool[0].nbytes * per_block
+    payloads = [memoryview(bytearray(payload_bytes)) for _ in groups]
+    transfers.gather(groups, payloads)
+    expected = torch.empty(len(groups), payload_bytes // 4)
+    reference.gather(pool, torch.tensor(groups), expected)
+    assert [bytes(payload) for payload in payloads] == [row.numpy().tobytes() for row in expected]
+
+    pool[[block for group in groups for block in group]] = -1
+    transfers.scatter([payload.toreadonly() for payload in payloads], groups)
+    assert torch.equal(pool, before)
