@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import httpx
@@ -16,7 +17,7 @@ import typer
 
 from kvstore.client import Client
 from kvstore.commands.common import ConfigOption, RunDirOption, TenantOption, clean, connect
-from kvstore.core.errors import KVStoreError, ProtocolError, TierUnavailable
+from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.wire import ErrorCode
 
 EXAMPLE: Final = "Example: kvstore chat --session chat-1f2e3d4c"
@@ -32,6 +33,9 @@ def chat(
         str, typer.Option("--session", metavar="ID", help="Resume this session; default: a new one.")
     ] = "",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest reply.")] = 256,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Holds the engine's API key, if it wants one.")
+    ] = None,
     tenant: TenantOption = "",
     run_dir: RunDirOption = None,
     config: ConfigOption = None,
@@ -41,15 +45,24 @@ def chat(
     Each reply is followed by how many prompt tokens came from which tier, how many were recomputed, and the time
     to the first token. Ctrl-C stops a reply, Ctrl-D ends the chat.
     """
+    headers = {"accept": "text/event-stream"}
+    if api_key_file is not None:
+        headers["authorization"] = f"Bearer {_read_key(api_key_file)}"
     if session:
         _recall(session, tenant, connect(run_dir, config))
     session = session or f"chat-{secrets.token_hex(4)}"
     typer.echo(f"session {clean(session)}", err=True)
-    headers = {"accept": "text/event-stream"}
     with httpx.Client(base_url=engine, timeout=_TIMEOUT, headers=headers) as http:
         for message in _messages():
             session = _turn(http, session, message, max_tokens)
     typer.echo(f"resume with: kvstore chat --session {clean(session)}", err=True)
+
+
+def _read_key(path: Path) -> str:
+    try:
+        return path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file: cannot read a key from {path}: {error}") from None
 
 
 def _recall(session: str, tenant: str, client: Client) -> None:

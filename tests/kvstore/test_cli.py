@@ -306,11 +306,13 @@ class Engine(BaseHTTPRequestHandler):
     """Answers chats as the engine does: streamed words, then a chunk with the session and the figures."""
 
     asked: list[dict[str, Any]]
+    authorizations: list[str | None]
     status = 200
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        type(self).asked.append(body)
+        self.asked.append(body)
+        self.authorizations.append(self.headers["authorization"])
         report = {
             "session_id": body["session_id"] if len(self.asked) == 1 else "forked",
             "prompt_tokens": 48,
@@ -340,7 +342,7 @@ class Engine(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def engine() -> Iterator[tuple[type[Engine], str]]:
-    handler = type("Handler", (Engine,), {"asked": []})
+    handler = type("Handler", (Engine,), {"asked": [], "authorizations": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -394,6 +396,18 @@ def test_a_chat_follows_its_session_into_a_fork_and_says_how_to_resume_it(
     assert handler.asked[0]["session_id"].startswith("chat-")
     assert [body["session_id"] for body in handler.asked][1:] == [handler.asked[0]["session_id"], "forked"]
     assert ran.err.rstrip().endswith("resume with: kvstore chat --session forked")
+
+
+def test_a_chat_shows_the_engine_its_key(run: Run, engine: tuple[type[Engine], str], say: Any, tmp_path: Path) -> None:
+    handler, url = engine
+    key = tmp_path / "key"
+    key.write_text("a-key\n")
+    with say("hi"):
+        assert run("chat", "--engine", url, "--api-key-file", str(key)).code == 0
+    assert handler.authorizations == ["Bearer a-key"]
+    ran = run("chat", "--engine", url, "--api-key-file", str(tmp_path / "none"))
+    assert ran.code == 2
+    assert "--api-key-file" in ran.err
 
 
 def test_a_chat_goes_on_where_the_daemon_cannot_be_asked(
