@@ -206,6 +206,6 @@ def _causal_bias(count: int, length: int, like: torch.Tensor) -> Any:
         # Picks a kernel that knows this shape of mask, instead of reading one.
         return causal_lower_right(count, length)
     # In the dtype of Q: a boolean mask would be converted again in each layer.
-    bias = torch.zeros(count, length, dtype=like.dtype)
-    visible = torch.ones(count, length, dtype=torch.bool).tril_(length - count)
+    bias = torch.zeros(count, length, dtype=like.dtype, device=like.device)
+    visible = torch.ones(count, length, dtype=torch.bool, device=like.device).tril_(length - count)
     return bias.masked_fill_(~visible, float("-inf"))
