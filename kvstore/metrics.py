@@ -1,6 +1,6 @@
 """Turns the daemon's statistics snapshot into Prometheus metrics; keeps no numbers of its own.
 
-The names are part of the interface (dashboards and alerts use them): change them only together with docs/stats.md.
+The names are part of the interface (dashboards and alerts use them): change them only together with docs/http.md.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

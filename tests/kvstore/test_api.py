@@ -151,6 +151,23 @@ def test_health_is_answered_while_a_tier_is_being_emptied() -> None:
     assert Api(Slow()).run(both) == (200, 200)
 
 
+def test_more_requests_than_may_wait_are_told_so_at_once() -> None:
+    go_on = threading.Event()
+
+    class Slow(FakeClient):
+        def stats(self) -> dict[str, Any]:
+            assert go_on.wait(20)
+            return super().stats()
+
+    async def crowd(http: httpx.AsyncClient) -> list[int]:
+        asking = [asyncio.create_task(http.get("/v1/stats")) for _ in range(40)]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        go_on.set()
+        return sorted([response.status_code for response in await asyncio.gather(*asking)])
+
+    assert Api(Slow()).run(crowd) == [200] * 32 + [503] * 8
+
+
 def test_the_client_is_closed_with_the_app() -> None:
     client = FakeClient()
     Api(client)("GET", "/health")

@@ -427,6 +427,24 @@ def test_a_chat_with_an_engine_that_is_not_there_ends_with_3(run: Run, say: Any)
     assert "the engine at http://127.0.0.1:9 does not answer" in ran.err
 
 
+def test_ctrl_c_stops_a_reply_and_not_the_chat(
+    run: Run, engine: tuple[type[Engine], str], say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = chat_command._events
+
+    def interrupted_once(response: Any) -> Iterator[dict[str, Any]]:
+        if len(engine[0].asked) == 1:
+            raise KeyboardInterrupt
+        yield from events(response)
+
+    monkeypatch.setattr(chat_command, "_events", interrupted_once)
+    with say("one", "two"):
+        ran = run("chat", "--engine", engine[1])
+    assert ran.code == 0
+    assert "stopped" in ran.err
+    assert ran.out.count("[prompt 48 tokens") == 1
+
+
 @pytest.mark.parametrize(("status", "code"), [(400, 1), (404, 4), (500, 1)])
 def test_a_refusal_of_the_engine_is_shown_in_its_words(
     run: Run, engine: tuple[type[Engine], str], say: Any, status: int, code: int

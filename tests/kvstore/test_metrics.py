@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import metrics
@@ -38,6 +41,13 @@ def test_every_number_of_the_snapshot_becomes_a_sample() -> None:
     assert value(found, "kvstore_errors_total", kind="corrupt") == 2
     assert value(found, "kvstore_sessions", durable="ssd") == 2
     assert value(found, "kvstore_refused_blocks_total", reason="full") == 1
+
+
+def test_the_manual_lists_exactly_these_metrics() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    rows = [line for line in manual.splitlines() if line.startswith("| `kvstore_")]
+    listed = {name for row in rows for name in re.findall(r"`(kvstore_\w+)`", row)}
+    assert listed == {name for name, _ in samples(SNAPSHOT)}
 
 
 def test_a_tier_without_a_limit_has_no_capacity_rather_than_a_wrong_one() -> None:
