@@ -7,76 +7,31 @@ own `Links`, and those clone one root client per tenant, which holds the attachm
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvstore import wire
+from kvstore.client import LandedBlock, LookupResult, StoreGrant
 from kvstore.core.key import BlockKey
-from kvstore.core.outcome import Outcome, TierKind
-
-
-class LookupResult(Protocol):
-    """Leading blocks that exist: `tiers[i]` holds block i; the next one answers `next`, `why` tells more of a miss."""
-
-    @property
-    def tiers(self) -> Sequence[TierKind]: ...
-
-    @property
-    def next(self) -> Outcome: ...
-
-    @property
-    def why(self) -> str: ...
-
-
-class LandedBlock(Protocol):
-    """Block `index` of a fetch; its bytes are in `view` where `outcome` is OK."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def outcome(self) -> Outcome: ...
-
-    @property
-    def view(self) -> memoryview | None: ...
-
-    @property
-    def source(self) -> TierKind: ...
+from kvstore.core.outcome import Outcome
 
 
 class FetchStream(Protocol):
-    """Leaving it as a context manager releases every pin of the fetch."""
+    """`kvstore.client.FetchStream`: leaving it as a context manager releases every pin of the fetch."""
 
     @property
     def done(self) -> bool: ...
 
     def landed(self, timeout_s: float) -> Sequence[LandedBlock]: ...
 
-    def still_valid(self, block: Any) -> bool: ...
+    def still_valid(self, block: LandedBlock) -> bool: ...
+
+    def release_blocks(self, indexes: list[int]) -> None: ...
 
     def __enter__(self) -> "FetchStream": ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-
-
-class GrantedBlock(Protocol):
-    @property
-    def outcome(self) -> Outcome: ...
-
-    @property
-    def view(self) -> memoryview | None: ...
-
-    @property
-    def generation(self) -> int: ...
-
-
-class StoreGrant(Protocol):
-    @property
-    def blocks(self) -> Sequence[GrantedBlock]: ...
-
-    @property
-    def retry_s(self) -> float: ...
 
 
 class KVClient(Protocol):
@@ -86,6 +41,8 @@ class KVClient(Protocol):
 
     def close(self) -> None: ...
 
+    def ping(self) -> float: ...
+
     def lookup(self, keys: Sequence[BlockKey], deadline_s: float | None = None) -> LookupResult: ...
 
     def fetch(self, keys: Sequence[BlockKey], deadline_s: float) -> FetchStream: ...
@@ -94,7 +51,7 @@ class KVClient(Protocol):
         self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
     ) -> StoreGrant: ...
 
-    def commit(self, keys: Sequence[BlockKey], generations: list[int], written: list[bool]) -> Sequence[Outcome]: ...
+    def commit(self, keys: Sequence[BlockKey], generations: list[int], written: list[bool]) -> list[Outcome]: ...
 
     def report(self, report: wire.Report) -> None: ...
 

@@ -13,7 +13,8 @@ from typing import Protocol, TypeVar
 
 from engine.counters import Counters
 from engine.jobs import FetchJob, StoreJob
-from engine.link import FetchStream, KVClient, LandedBlock, Links, Roots
+from engine.link import FetchStream, KVClient, Links, Roots
+from kvstore.client import LandedBlock
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.outcome import Outcome, TierKind
 
@@ -160,6 +161,8 @@ class _Fetcher:
                 num_bytes = len(block.view) if block.view is not None else 0
                 before, _ = loads.get(block.source, (0, 0.0))
                 loads[block.source] = before + num_bytes, self._clock() - began_s
+            if blocks:
+                stream.release_blocks([block.index for block in blocks])
             while job.landed < limit and (source := sources[job.landed]) is not None:
                 job.sources.append(source)
                 job.landed += 1

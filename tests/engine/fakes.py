@@ -14,6 +14,7 @@ import torch
 
 from engine.attention import SequenceSlice
 from kvstore import wire
+from kvstore.client import GrantedBlock, LandedBlock, LookupResult, StoreGrant
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace
 from kvstore.core.outcome import Outcome, TierKind
@@ -102,35 +103,6 @@ class Faults:
     lost_commit: float = 0.0
 
 
-@dataclass(frozen=True)
-class Lookup:
-    tiers: list[TierKind]
-    next: Outcome
-    why: str
-
-
-@dataclass(frozen=True)
-class Landed:
-    index: int
-    outcome: Outcome
-    view: memoryview | None = None
-    source: TierKind = TierKind.RAM
-    stale: bool = False
-
-
-@dataclass(frozen=True)
-class Granted:
-    outcome: Outcome
-    view: memoryview | None = None
-    generation: int = 0
-
-
-@dataclass(frozen=True)
-class Grant:
-    blocks: list[Granted]
-    retry_s: float = 0.0
-
-
 @dataclass
 class FakeStore:
     """What the daemon holds; shared by all clients. `up` False: every call raises TierUnavailable."""
@@ -171,8 +143,9 @@ class FakeStream:
             if store.happens(0.5):
                 store.random.shuffle(self._todo)
         self.done = False
+        self.num_released = 0
 
-    def landed(self, timeout_s: float) -> list[Landed]:
+    def landed(self, timeout_s: float) -> list[LandedBlock]:
         store = self._store
         if not self._todo:
             self.done = True
@@ -185,15 +158,18 @@ class FakeStream:
             index, key = self._todo.pop(0)
             payload = store.blocks.get(key)
             if payload is None or store.happens(store.faults.miss):
-                blocks.append(Landed(index, Outcome.MISS))
+                blocks.append(LandedBlock(index, Outcome.MISS, None, 0, 0, TierKind.RAM))
             else:
                 stale = store.happens(store.faults.stale)
                 content = bytearray(b"\x7f" * len(payload) if stale else payload)
-                blocks.append(Landed(index, Outcome.OK, memoryview(content), store.tier, stale))
+                blocks.append(LandedBlock(index, Outcome.OK, memoryview(content), 0, int(stale), store.tier))
         return blocks
 
-    def still_valid(self, block: Landed) -> bool:
-        return not block.stale
+    def still_valid(self, block: LandedBlock) -> bool:
+        return block.generation == 0
+
+    def release_blocks(self, indexes: list[int]) -> None:
+        self.num_released += len(indexes)
 
     def __enter__(self) -> "FakeStream":
         return self
@@ -227,36 +203,42 @@ class FakeClient:
         self._store.check()
         return self._store
 
-    def lookup(self, keys: Sequence[BlockKey], deadline_s: float | None = None) -> Lookup:
+    def ping(self) -> float:
+        self._call()
+        return 0.0
+
+    def lookup(self, keys: Sequence[BlockKey], deadline_s: float | None = None) -> LookupResult:
         store = self._call()
         found = 0
         while found < len(keys) and keys[found] in store.blocks:
             found += 1
         if found == len(keys):
-            return Lookup([store.tier] * found, Outcome.OK, "")
-        return Lookup([store.tier] * found, Outcome.MISS, "never_stored")
+            return LookupResult([store.tier] * found, Outcome.OK, "")
+        return LookupResult([store.tier] * found, Outcome.MISS, "never_stored")
 
     def fetch(self, keys: Sequence[BlockKey], deadline_s: float) -> FakeStream:
         store = self._call()
         store.deadlines.append(deadline_s)
         return FakeStream(store, keys)
 
-    def store(self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None) -> Grant:
+    def store(
+        self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
+    ) -> StoreGrant:
         store = self._call()
         blocks = []
         with store.lock:
             for key in keys:
                 if key in store.blocks:
-                    blocks.append(Granted(Outcome.EXISTS))
+                    blocks.append(GrantedBlock(Outcome.EXISTS, None, 0, 0))
                 elif store.happens(store.faults.busy):
-                    blocks.append(Granted(Outcome.BUSY))
+                    blocks.append(GrantedBlock(Outcome.BUSY, None, 0, 0))
                 elif store.happens(store.faults.full):
-                    blocks.append(Granted(Outcome.FULL))
+                    blocks.append(GrantedBlock(Outcome.FULL, None, 0, 0))
                 else:
                     room = bytearray(store.block_bytes)
                     store.writing[key] = room
-                    blocks.append(Granted(Outcome.OK, memoryview(room), 5))
-        return Grant(blocks, 0.001)
+                    blocks.append(GrantedBlock(Outcome.OK, memoryview(room), 0, 5))
+        return StoreGrant(blocks, 0.001)
 
     def commit(self, keys: Sequence[BlockKey], generations: list[int], written: list[bool]) -> list[Outcome]:
         store = self._call()

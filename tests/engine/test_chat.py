@@ -1,0 +1,110 @@
+"""Messages to ids and back: the pieces add up to what the template renders, and remembered ids are kept."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.chat import BadChat, Chat, Said, TextStream, concatenate, match_history
+from kvstore.wire import ChatMessage
+from tests.engine.tiny_tokenizer import END, START, TEMPLATE, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+CHAT = Chat(TOKENIZER, [END])
+
+
+def rendered(*messages: tuple[str, str]) -> list[int]:
+    text = TOKENIZER.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages], tokenize=False, add_generation_prompt=True
+    )
+    return list(TOKENIZER.encode(str(text), add_special_tokens=False))
+
+
+def reply(text: str, ended: bool) -> ChatMessage:
+    return ChatMessage("assistant", text, TOKENIZER.encode(text, add_special_tokens=False) + [END] * ended)
+
+
+def test_a_first_message_is_rendered_with_the_templates_own_opening() -> None:
+    (message,) = CHAT.extend([], [Said("user", "Hi")])
+    assert message.token_ids == rendered(("user", "Hi"))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_turn_by_turn_gives_the_tokens_of_the_whole_conversation(ended: bool) -> None:
+    messages = CHAT.extend([], [Said("system", "S"), Said("user", "Hi")])
+    messages.append(reply("Hello.", ended))
+    messages += CHAT.extend(messages, [Said("user", "And?")])
+    want = rendered(("system", "S"), ("user", "Hi"), ("assistant", "Hello."), ("user", "And?"))
+    assert concatenate(messages) == want
+    assert messages[-1].token_ids[0] == (START if ended else END) or ended
+
+
+def test_a_whole_history_at_once_gives_the_same_tokens_as_turn_by_turn() -> None:
+    said = [Said("user", "a"), Said("assistant", "b"), Said("user", "c"), Said("assistant", "d"), Said("user", "e")]
+    messages = CHAT.extend([], said)
+    assert [m.role for m in messages] == [s.role for s in said]
+    assert concatenate(messages) == rendered(*((s.role, s.content) for s in said))
+
+
+def test_a_template_that_merges_the_system_message_is_served() -> None:
+    template = (
+        "{% if messages[0].role == 'system' and messages|length == 1 %}{{ raise_exception('alone') }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'user' %}[{% if loop.index0 == 1 and messages[0].role == 'system' %}"
+        "{{ messages[0].content }}|{% endif %}{{ m.content }}]{% elif m.role == 'assistant' %}{{ m.content }};"
+        "{% endif %}{% endfor %}"
+    )
+    chat = Chat(tiny_tokenizer(template), [END])
+    messages = chat.extend([], [Said("system", "S"), Said("user", "Hi")])
+    messages.append(reply("yo", False))
+    messages += chat.extend(messages, [Said("user", "x")])
+    assert TOKENIZER.decode(concatenate(messages)) == "[S|Hi]yo;[x]"
+
+
+def test_what_cannot_be_rendered_is_refused_in_words() -> None:
+    with pytest.raises(BadChat, match="no chat template"):
+        Chat(tiny_tokenizer(None), [END]).extend([], [Said("user", "x")])
+    with pytest.raises(BadChat, match="refuses these messages: never"):
+        Chat(tiny_tokenizer("{{ raise_exception('never') }}"), [END]).extend([], [Said("user", "x")])
+    with pytest.raises(BadChat, match="must follow"):
+        CHAT.extend([], [Said("assistant", "x"), Said("user", "y")])
+    counting = "{{ messages|length }}" + TEMPLATE
+    chat = Chat(tiny_tokenizer(counting), [END])
+    first = chat.extend([], [Said("user", "x")])
+    with pytest.raises(BadChat, match="rewrites earlier messages"):
+        chat.extend([*first, reply("y", True)], [Said("user", "z")])
+
+
+def history(*pairs: tuple[str, str]) -> tuple[list[ChatMessage], list[Said]]:
+    return [ChatMessage(role, text, [1]) for role, text in pairs], [Said(role, text) for role, text in pairs]
+
+
+def test_a_history_is_matched_message_by_message() -> None:
+    remembered, said = history(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    assert match_history(remembered, [*said, Said("user", "e")]) == 4
+    assert match_history(remembered, [*said[:2], Said("user", "x")]) == 2
+    assert match_history(remembered, [Said("user", "x"), *said[1:]]) == 0
+    assert match_history(remembered, said[:3]) == 3, "asking again for the last reply"
+    assert match_history([], said) == 0
+
+
+def test_a_message_keeps_its_ids_only_if_a_reply_follows_it_now_as_then() -> None:
+    remembered, said = history(("system", "s"), ("user", "a"), ("assistant", "b"))
+    assert match_history(remembered, [*said[:2], Said("user", "more")]) == 1
+    twice, twice_said = history(("user", "a"), ("user", "b"), ("assistant", "c"))
+    assert match_history(twice, [twice_said[0], Said("assistant", "x"), Said("user", "y")]) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30))
+def test_streamed_text_is_the_text_and_no_piece_is_ever_taken_back(text: str) -> None:
+    stream = TextStream(TOKENIZER)
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    pieces = [stream.add(token) for token in tokens] + [stream.finish()]
+    want = TOKENIZER.decode(tokens, skip_special_tokens=True)
+    assert "".join(pieces) == stream.text == want
+
+
+def test_an_incomplete_character_is_shown_at_the_end_only() -> None:
+    stream = TextStream(TOKENIZER)
+    tokens = TOKENIZER.encode("a€", add_special_tokens=False)[:-1]
+    assert [stream.add(token) for token in tokens] == ["a", "", ""]
+    assert stream.finish() == "\ufffd"

@@ -1,0 +1,329 @@
+"""What the consult thread makes of a request: prompt, keys, lookup, limits; and sessions through good and bad times."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from engine.chat import Chat, Said, concatenate
+from engine.consult import Consult, Limits
+from engine.counters import Counters
+from engine.link import Roots
+from engine.request import Request, Served
+from engine.turn import Ask, Refused, Saved, Turn
+from kvstore.core.key import chain_keys
+from kvstore.core.outcome import TierKind
+from tests.engine.fakes import FakeClient, FakeStore, namespace_of
+from tests.engine.tiny_tokenizer import END, VOCAB, tiny_tokenizer
+
+LIMITS = Limits(VOCAB, 400, 320, 32, frozenset({END}))
+TOKENIZER = tiny_tokenizer()
+
+
+class Desk:
+    """A consult thread over a fake store; requests end up in `submitted`."""
+
+    def __init__(self, store: FakeStore | None, tenant: str = "") -> None:
+        self.store = store
+        self.counters = Counters()
+        self.faults = Counters()
+        self.submitted: list[Request] = []
+        self.predicted_s: float | None = None
+        self.namespace = namespace_of(4, tenant)
+        self.consult = Consult(
+            None if store is None else Roots(lambda tenant: FakeClient(store, tenant)),
+            self.namespace,
+            Chat(TOKENIZER, [END]),
+            TOKENIZER,
+            LIMITS,
+            lambda _, request: self.submitted.append(request),
+            lambda _: self.predicted_s,
+            self.counters,
+            self.faults,
+        )
+        self.consult.start()
+        self.num_asked = 0
+
+    def open(self, *said: str | Said, **options: Any) -> Turn:
+        self.num_asked += 1
+        messages: Sequence[Said] | None = [s if isinstance(s, Said) else Said("user", s) for s in said] or None
+        ask = Ask(f"r{self.num_asked}", options.pop("tenant", self.namespace.tenant), 0.0, messages, **options)
+        turn, future = self.consult.open(ask, lambda _: None)
+        future.result(10)
+        return turn
+
+    def close(self, turn: Turn, text: str = "yes") -> Saved:
+        assert turn.request is not None
+        reply = [*TOKENIZER.encode(text, add_special_tokens=False), END]
+        turn.request.output = reply
+        tokens = turn.request.prompt + reply
+        turn.request.keys = chain_keys(self.namespace, tokens[:-1])
+        saved = self.consult.close(turn, reply, text).result(10)
+        assert saved is not None
+        return saved
+
+    def settle(self) -> None:
+        """What the thread does by itself every second."""
+        self.consult._enqueue(self.consult._settle).result(10)
+
+    def chat(self, session_id: str, *said: str | Said, **options: Any) -> Saved:
+        return self.close(self.open(*said, session_id=session_id, **options))
+
+
+@pytest.fixture
+def store() -> FakeStore:
+    return FakeStore()
+
+
+@pytest.fixture
+def desk(store: FakeStore) -> Iterator[Desk]:
+    desk = Desk(store)
+    yield desk
+    desk.consult.stop()
+
+
+@pytest.fixture
+def alone() -> Iterator[Desk]:
+    desk = Desk(None)
+    yield desk
+    desk.consult.stop()
+
+
+def refusal(desk: Desk, *said: str, **options: Any) -> Refused:
+    with pytest.raises(Refused) as caught:
+        desk.open(*said, **options)
+    return caught.value
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_a_prompt_gets_its_keys_and_what_is_cached_of_them(desk: Desk, store: FakeStore) -> None:
+    tokens = list(range(14))
+    keys = chain_keys(desk.namespace, tokens)
+    store.blocks = dict.fromkeys(keys[:2], b"")
+    store.tier = TierKind.SSD
+    request = desk.open(prompt=tokens).request
+    assert request is not None
+    assert (request.prompt, request.keys, request.root) == (tokens, keys, desk.namespace.root())
+    assert (list(request.cached.tiers), request.cached.why) == ([TierKind.SSD] * 2, "never_stored")
+    assert request.max_new_tokens == 32
+    assert request.stop_token_ids == {END}
+
+
+def test_a_block_that_ends_with_the_prompt_is_not_asked_for(desk: Desk, store: FakeStore) -> None:
+    tokens = list(range(8))
+    store.blocks = dict.fromkeys(chain_keys(desk.namespace, tokens), b"")
+    request = desk.open(prompt=tokens).request
+    assert request is not None
+    assert len(request.cached.tiers) == 1
+
+
+def test_without_an_answer_everything_is_recomputed(desk: Desk, store: FakeStore) -> None:
+    store.up = False
+    request = desk.open(prompt=[1] * 9).request
+    assert request is not None
+    assert (request.cached.asked, request.cached.why) == (False, "unavailable")
+
+
+def test_recompute_asks_nobody_and_leaves_no_trace_unless_a_session_needs_it(desk: Desk, store: FakeStore) -> None:
+    request = desk.open(prompt=[1] * 9, plan="recompute").request
+    assert request is not None
+    assert not request.cache
+    request = desk.open("hi", session_id="s", plan="recompute").request
+    assert request is not None
+    assert request.cache
+    request = desk.open("hi", session_id="s", plan="recompute", save_session=False).request
+    assert request is not None
+    assert not request.cache
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers(desk: Desk) -> None:
+    assert refusal(desk, prompt=[]).code == "empty_prompt"
+    assert "258" in str(refusal(desk, prompt=[1, 258]))
+    assert refusal(desk, prompt=[1, -1]).code == "bad_token"
+    too_long = refusal(desk, prompt=[1] * 390, max_tokens=20)
+    assert (too_long.status, too_long.code) == (400, "context_length_exceeded")
+    assert "390" in str(too_long)
+    assert refusal(desk, prompt=[1] * 400).code == "context_length_exceeded"
+    assert refusal(desk, prompt=[1] * 318, max_tokens=4).code == "hbm_too_small"
+    request = desk.open(prompt=[1] * 318, max_tokens=3).request
+    assert request is not None
+    request = desk.open(prompt=[1] * 310).request
+    assert request is not None
+    assert request.max_new_tokens == 11
+
+
+def test_text_prompts_are_tokenised_and_eos_can_be_ignored(desk: Desk) -> None:
+    request = desk.open(prompt="abc", ignore_eos=True).request
+    assert request is not None
+    assert request.prompt == TOKENIZER.encode("abc", add_special_tokens=False)
+    assert request.stop_token_ids == frozenset()
+
+
+def test_messages_that_the_template_refuses_are_a_bad_request(desk: Desk) -> None:
+    assert refusal(desk, Said("assistant", "x"), Said("user", "y")).status == 400  # type: ignore[arg-type]
+
+
+def test_tenants_share_no_keys(desk: Desk) -> None:
+    mine, theirs = desk.open(prompt=[1] * 9).request, desk.open(prompt=[1] * 9, tenant="b").request
+    assert mine is not None
+    assert theirs is not None
+    assert set(mine.keys).isdisjoint(theirs.keys)
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def test_a_session_goes_on_from_its_very_tokens(desk: Desk, store: FakeStore) -> None:
+    first = desk.open("hi", session_id="s")
+    saved = desk.close(first, "yes")
+    assert saved == Saved("s", 1, forked=False, in_kvstore=True)
+    assert first.request is not None
+    second = desk.open("more", session_id="s")
+    assert second.request is not None
+    so_far = first.request.prompt + first.request.output
+    assert second.request.prompt[: len(so_far)] == so_far
+    assert desk.close(second).revision == 2
+    view = store.sessions["", "s"]
+    assert [m.content for m in view.messages] == ["hi", "yes", "more", "yes"]
+    assert concatenate(view.messages) == second.request.prompt + second.request.output
+    assert view.num_blocks == (view.num_tokens - 1) // 4
+
+
+def test_a_full_history_is_recognised_and_an_edited_one_forks(desk: Desk, store: FakeStore) -> None:
+    desk.chat("s", "a")
+    desk.chat("s", "b")
+    history = [Said("user", "a"), Said("assistant", "yes"), Said("user", "b"), Said("assistant", "yes")]
+    saved = desk.chat("s", *history, "c")
+    assert (saved.session_id, saved.revision, saved.forked) == ("s", 3, False)
+    edited = desk.open(*history[:2], "other", session_id="s")
+    assert edited.request is not None
+    shared = concatenate(store.sessions["", "s"].messages[:2])
+    assert edited.request.prompt[: len(shared)] == shared
+    fork = desk.close(edited)
+    assert fork.forked
+    assert fork.session_id != "s"
+    assert [m.content for m in store.sessions["", fork.session_id].messages] == ["a", "yes", "other", "yes"]
+    assert store.sessions["", "s"].revision == 3
+
+
+def test_the_mode_can_be_forced(desk: Desk, store: FakeStore) -> None:
+    desk.chat("s", "a")
+    desk.chat("s", "b", "c", session_mode="append")
+    assert [m.content for m in store.sessions["", "s"].messages] == ["a", "yes", "b", "c", "yes"]
+    fork = desk.chat("s", "anew", session_mode="history")
+    assert fork.forked
+
+
+def test_two_turns_at_once_end_as_a_session_and_a_fork(desk: Desk, store: FakeStore) -> None:
+    desk.chat("s", "a")
+    one, two = desk.open("x", session_id="s"), desk.open("y", session_id="s")
+    assert desk.close(one) == Saved("s", 2, forked=False, in_kvstore=True)
+    fork = desk.close(two)
+    assert fork.forked
+    assert {i for _, i in store.sessions} == {"s", fork.session_id}
+
+
+def test_an_unknown_session_begins_or_is_refused(desk: Desk, store: FakeStore) -> None:
+    unknown = refusal(desk, "hi", session_id="nobody", resume_only=True)
+    assert (unknown.status, unknown.code) == (404, "session_unknown")
+    assert desk.faults.snapshot() == {"session_unknown": 1}
+    assert desk.chat("nobody", "hi").revision == 1
+    store.up = False
+    away = refusal(desk, "hi", session_id="other", resume_only=True)
+    assert away.status == 503
+
+
+def test_a_session_that_was_deleted_does_not_come_back(desk: Desk, store: FakeStore) -> None:
+    desk.chat("s", "secret")
+    store.sessions.clear()
+    turn = desk.open("hi", session_id="s")
+    assert [m.content for m in turn.messages] == ["hi"]
+
+
+def test_a_chat_goes_on_while_the_daemon_is_away_and_is_put_again(desk: Desk, store: FakeStore) -> None:
+    desk.chat("s", "a")
+    store.up = False
+    saved = desk.chat("s", "b")
+    assert (saved.session_id, saved.in_kvstore) == ("s", False)
+    assert desk.chat("new", "n").in_kvstore is False
+    store.up = True
+    saved = desk.chat("s", "c")
+    assert (saved.session_id, saved.in_kvstore) == ("s", True)
+    assert [m.content for m in store.sessions["", "s"].messages] == ["a", "yes", "b", "yes", "c", "yes"]
+    assert ("", "new") not in store.sessions
+    desk.consult.stop()
+    assert ("", "new") in store.sessions, "stopping tries once more"
+
+
+def test_a_turn_during_which_the_unsaved_session_was_put_is_no_conflict(desk: Desk, store: FakeStore) -> None:
+    desk.chat("s", "a")
+    store.up = False
+    desk.chat("s", "b")
+    turn = desk.open("c", session_id="s")
+    store.up = True
+    desk.settle()
+    assert store.sessions["", "s"].revision == 2
+    saved = desk.close(turn)
+    assert (saved.session_id, saved.forked, saved.revision) == ("s", False, 3)
+
+
+def test_a_session_that_moved_on_elsewhere_meanwhile_forks_and_its_old_id_leads_there(
+    desk: Desk, store: FakeStore
+) -> None:
+    desk.chat("s", "a")
+    elsewhere = Desk(store)
+    store.up = False
+    desk.chat("s", "mine")
+    store.up = True
+    elsewhere.chat("s", "theirs")
+    elsewhere.consult.stop()
+    turn = desk.open("next", session_id="s")
+    assert [m.content for m in turn.messages][-3:] == ["mine", "yes", "next"]
+    saved = desk.close(turn)
+    assert saved.session_id != "s"
+    assert saved.in_kvstore
+    assert "theirs" in [m.content for m in store.sessions["", "s"].messages]
+
+
+def test_two_turns_at_once_while_the_daemon_is_away_fork_too(desk: Desk, store: FakeStore) -> None:
+    desk.chat("s", "a")
+    store.up = False
+    one, two = desk.open("x", session_id="s"), desk.open("y", session_id="s")
+    assert desk.close(one).session_id == "s"
+    fork = desk.close(two)
+    assert fork.forked
+    assert fork.session_id.startswith("s~")
+
+
+def test_without_kvstore_sessions_live_in_the_process(alone: Desk) -> None:
+    assert alone.chat("s", "a") == Saved("s", 1, forked=False, in_kvstore=False)
+    assert alone.chat("s", "b").revision == 2
+    turn = alone.open("c", session_id="s")
+    assert len(turn.messages) == 5
+    assert refusal(alone, "x", session_id="t", resume_only=True).status == 404
+
+
+# ---------------------------------------------------------------- reports
+
+
+def test_a_finished_request_is_reported_unless_it_only_measured(desk: Desk, store: FakeStore) -> None:
+    for plan in ("auto", "recompute"):
+        turn = desk.open("hi", session_id="s", plan=plan)
+        assert turn.request is not None
+        turn.request.result = Served(20, {TierKind.HBM: 4, TierKind.S3: 8}, 8, {"partial_block": 8}, "fetch", 0.2, 1.0)
+        desk.close(turn)
+    desk.consult.stop()
+    (report,) = store.reports
+    assert (report.hbm, report.s3, report.recomputed, report.plan) == (4, 8, 8, "fetch")
+
+
+def test_faults_are_told_once_the_daemon_can_be_told(desk: Desk, store: FakeStore) -> None:
+    store.up = False
+    desk.faults.add("stale_slot", 2)
+    desk.settle()
+    store.up = True
+    desk.settle()
+    desk.settle()
+    assert store.observed == [{"stale_slot": 2}]
