@@ -1,4 +1,4 @@
-"""Small named values with compare-and-swap: what a name may be, and the store beside the SSD tier.
+"""Small named values with compare-and-swap, beside the SSD tier.
 
 Covers: one LMDB environment of its own, each write synced. The objects in a bucket are in `tiers/s3records.py`.
 """
@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import lmdb
 
@@ -17,23 +17,14 @@ from kvstore.core.errors import TierUnavailable
 from tiers.base import Record
 from tiers.calls import RunningCalls
 from tiers.environment import DamagedEnvironment, lock_path, open_environment
+from tiers.names import check_name
 
-# LMDB's limit for a key, and well below S3's.
-MAX_NAME_BYTES: Final = 500
 _REVISION = struct.Struct("<Q")
 # No record has this name, since names are printable.
 _REVISION_NAME = b"\0revision"
 _NAMES_AT_ONCE = 1024
 _CLOSE_WAIT_S = 10.0
 _logger = logging.getLogger("kvstore.tiers.records")
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError unless `name` is '/'-separated parts of printable ASCII, none of them empty, '.' or '..'."""
-    if not name or len(name) > MAX_NAME_BYTES or not (name.isascii() and name.isprintable()):
-        raise ValueError(f"a record's name has 1 to {MAX_NAME_BYTES} printable ASCII characters: {name[:80]!r}")
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        raise ValueError(f"a record's name has no empty, '.' or '..' part: {name[:80]!r}")
 
 
 class LmdbRecords:

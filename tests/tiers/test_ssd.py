@@ -499,7 +499,8 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
 def test_direct_io_that_is_refused_at_the_first_write_is_given_up(
     opened: OPEN, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, is_refused = os.pwritev, []
+    real = os.pwritev
+    is_refused: list[bool] = []
 
     def refuse_once(*arguments: Any) -> int:
         if not is_refused:

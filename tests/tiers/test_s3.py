@@ -1,0 +1,315 @@
+"""The S3 tier on a real server: damaged objects, buckets that are missing, forbidden or silent, slow networks."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvstore.core.block import HEADER_BYTES
+from kvstore.core.errors import ConfigError, TierUnavailable
+from kvstore.core.outcome import Outcome
+from kvstore.s3server import S3Server
+from tests.support.blocks import blank, key, meta, payload
+from tests.support.proxy import Mode, Proxy
+from tiers.s3 import S3Tier
+from tiers.s3client import S3Settings, make_client
+
+OPEN = Callable[..., S3Tier]
+DEADLINE_S = 1.0
+
+
+def store(tier: S3Tier, *numbers: int) -> list[Outcome]:
+    blocks = [meta(number) for number in numbers]
+    return tier.write(blocks, [payload(block) for block in blocks])
+
+
+def fetch(tier: S3Tier, *numbers: int) -> list[Outcome]:
+    """Read the blocks; every one that answers OK must have the right bytes."""
+    blocks = [meta(number) for number in numbers]
+    into = [blank(block) for block in blocks]
+    outcomes = tier.read(blocks, into)
+    for block, view, outcome in zip(blocks, into, outcomes, strict=True):
+        assert outcome is not Outcome.OK or view == payload(block)
+    return outcomes
+
+
+def name_of(settings: S3Settings, number: int) -> str:
+    text = key(number).hex()
+    return f"{settings.prefix}/blocks/{text[:2]}/{text}"
+
+
+class Bucket:
+    """The bucket as anybody with the credentials sees it."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        self.settings = settings
+        self.client = make_client(settings)
+
+    def get(self, name: str) -> bytes:
+        with self.client.get_object(Bucket=self.settings.bucket, Key=name)["Body"] as body:
+            data = body.read()
+        assert isinstance(data, bytes)
+        return data
+
+    def put(self, name: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self.settings.bucket, Key=name, Body=data)
+
+
+@pytest.fixture
+def bucket(s3_settings: S3Settings) -> Iterator[Bucket]:
+    bucket = Bucket(s3_settings)
+    yield bucket
+    bucket.client.close()
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    address = urlsplit(s3_server.endpoint)
+    assert address.hostname is not None
+    assert address.port is not None
+    with Proxy((address.hostname, address.port)) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def behind_proxy(proxy: Proxy, s3_settings: S3Settings, open_s3: OPEN) -> S3Tier:
+    tier = open_s3(replace(s3_settings, endpoint=proxy.endpoint, request_deadline_s=DEADLINE_S))
+    assert store(tier, 1) == [Outcome.OK]
+    return tier
+
+
+# ---------------------------------------------------------------- objects
+
+
+def test_an_object_is_header_and_payload_under_a_spread_name(
+    open_s3: OPEN, bucket: Bucket, s3_settings: S3Settings
+) -> None:
+    store(open_s3(), 1)
+    data = bucket.get(name_of(s3_settings, 1))
+    assert data[HEADER_BYTES:] == payload(meta(1))
+
+
+def test_another_daemon_finds_the_blocks_and_does_not_replace_them(open_s3: OPEN) -> None:
+    first, second = open_s3(), open_s3()
+    assert store(first, 1) == [Outcome.OK]
+    assert second.write([meta(1)], [payload(meta(1), salt=1)]) == [Outcome.EXISTS]
+    assert fetch(second, 1) == [Outcome.OK]
+
+
+def test_prefixes_share_nothing(open_s3: OPEN, s3_settings: S3Settings) -> None:
+    store(open_s3(), 1)
+    assert fetch(open_s3(replace(s3_settings, prefix=s3_settings.prefix + "x")), 1) == [Outcome.MISS]
+
+
+def test_an_empty_prefix_is_the_bucket_itself(open_s3: OPEN, s3_settings: S3Settings) -> None:
+    tier = open_s3(replace(s3_settings, prefix=""))
+    store(tier, 77)
+    tier.records.put("sessions/a", b"1")
+    assert fetch(tier, 77) == [Outcome.OK]
+    assert list(tier.records.names("sessions/")) == ["sessions/a"]
+    tier.delete([key(77)])
+    tier.records.delete("sessions/a")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "long", "empty", "foreign"])
+def test_a_damaged_object_is_corrupt_once_then_heals(
+    open_s3: OPEN, bucket: Bucket, s3_settings: S3Settings, damage: str
+) -> None:
+    tier = open_s3()
+    store(tier, 1, 2)
+    name = name_of(s3_settings, 1)
+    data = bucket.get(name)
+    bucket.put(
+        name,
+        {
+            "flipped": data[:-1] + bytes([data[-1] ^ 1]),
+            "short": data[:-1],
+            "long": data + b"x",
+            "empty": b"",
+            "foreign": bucket.get(name_of(s3_settings, 2)),
+        }[damage],
+    )
+    assert fetch(tier, 1) == [Outcome.CORRUPT]
+    assert fetch(tier, 1) == [Outcome.MISS]
+    assert store(tier, 1) == [Outcome.OK]
+    assert fetch(tier, 1, 2) == [Outcome.OK, Outcome.OK]
+    assert tier.faults() == {"corrupt": 1}
+
+
+def test_a_batch_larger_than_one_delete_request_is_deleted(open_s3: OPEN) -> None:
+    tier = open_s3()
+    store(tier, 1, 2)
+    keys = [key(number) for number in range(1001)]
+    assert tier.delete(keys) == [Outcome.OK] * 1001
+    assert tier.contains([key(1), key(2)]) == [Outcome.MISS, Outcome.MISS]
+
+
+def test_connections_are_used_again(behind_proxy: S3Tier, proxy: Proxy) -> None:
+    before = proxy.num_connections
+    for _ in range(5):
+        assert fetch(behind_proxy, 1, 2) == [Outcome.OK, Outcome.MISS]
+    assert proxy.num_connections == before
+
+
+def test_write_options_go_with_every_object() -> None:
+    settings = S3Settings("bucket", sse="aws:kms", sse_kms_key_id="key", storage_class="STANDARD_IA")
+    assert settings.write_options() == {
+        "ServerSideEncryption": "aws:kms",
+        "SSEKMSKeyId": "key",
+        "StorageClass": "STANDARD_IA",
+    }
+    assert S3Settings("bucket").write_options() == {}
+
+
+def test_a_storage_class_is_accepted_by_the_server(open_s3: OPEN, s3_settings: S3Settings) -> None:
+    tier = open_s3(replace(s3_settings, storage_class="STANDARD_IA"))
+    assert store(tier, 1) == [Outcome.OK]
+    assert fetch(tier, 1) == [Outcome.OK]
+
+
+# ---------------------------------------------------------------- a bucket that does not answer
+
+
+def test_a_missing_bucket_is_unavailable(open_s3: OPEN, s3_settings: S3Settings) -> None:
+    tier = open_s3(replace(s3_settings, bucket="not-there"))
+    assert store(tier, 1) == [Outcome.UNAVAILABLE]
+    assert fetch(tier, 1) == [Outcome.UNAVAILABLE]
+    assert tier.contains([key(1)]) == [Outcome.UNAVAILABLE]
+    with pytest.raises(TierUnavailable):
+        tier.records.get("a")
+    assert tier.faults() == {"no_bucket": 4}
+
+
+def test_wrong_credentials_are_unavailable_and_never_logged(
+    open_s3: OPEN, s3_settings: S3Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "wrong").write_text("a-wrong-secret")
+    tier = open_s3(replace(s3_settings, secret_key_file=str(tmp_path / "wrong")))
+    assert store(tier, 1) == fetch(tier, 1) == tier.contains([key(1)]) == [Outcome.UNAVAILABLE]
+    assert tier.faults() == {"forbidden": 3}
+    access_key = (tmp_path / "access").read_text().strip()
+    assert "forbidden" in caplog.text
+    assert "a-wrong-secret" not in caplog.text
+    assert access_key not in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, "", "\n"])
+def test_a_key_file_that_cannot_be_read_is_an_error_of_configuration(
+    s3_settings: S3Settings, tmp_path: Path, content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "secret").write_text(content)
+    else:
+        (tmp_path / "secret").unlink()
+    with pytest.raises(ConfigError, match="key file"):
+        S3Tier(s3_settings)
+
+
+def test_nobody_listening_is_unavailable_until_somebody_does(
+    proxy: Proxy, behind_proxy: S3Tier, s3_settings: S3Settings
+) -> None:
+    proxy.misbehave("refuse")
+    fresh = S3Tier(replace(s3_settings, endpoint=proxy.endpoint, request_deadline_s=DEADLINE_S))
+    assert fetch(fresh, 1) == [Outcome.UNAVAILABLE]
+    assert fresh.faults() == {"connection": 1}
+    proxy.misbehave("pass")
+    assert fetch(fresh, 1) == [Outcome.OK]
+    fresh.close()
+
+
+@pytest.mark.parametrize("answer_bytes", [0, 100, 5000])
+@pytest.mark.parametrize("mode", ["stall", "reset", "cut"])
+def test_an_answer_that_breaks_off_is_unavailable_within_its_deadline(
+    proxy: Proxy, behind_proxy: S3Tier, mode: Mode, answer_bytes: int
+) -> None:
+    proxy.misbehave(mode, answer_bytes)
+    started = time.monotonic()
+    assert fetch(behind_proxy, 1) == [Outcome.UNAVAILABLE]
+    # Generous, for a machine that is busy otherwise; without a deadline it would be a minute and more.
+    assert time.monotonic() - started < 3 * DEADLINE_S
+    assert behind_proxy.faults() == {"timeout" if mode == "stall" else "connection": 1}
+    proxy.misbehave("pass")
+    assert fetch(behind_proxy, 1) == [Outcome.OK]
+
+
+def test_a_sick_bucket_is_left_alone_and_probed_again(proxy: Proxy, s3_settings: S3Settings, open_s3: OPEN) -> None:
+    now = [0.0]
+    tier = open_s3(
+        replace(s3_settings, endpoint=proxy.endpoint),
+        clock=lambda: now[0],
+        sleep=lambda seconds: now.__setitem__(0, now[0] + seconds),
+    )
+    assert store(tier, 1) == [Outcome.OK]
+    proxy.misbehave("reset")
+    assert fetch(tier, *range(8)) == [Outcome.UNAVAILABLE] * 8
+    assert tier.is_left_alone
+    assert tier.faults() == {"connection": 5}
+    proxy.misbehave("pass")
+    before = proxy.num_connections
+    assert fetch(tier, 1) == [Outcome.UNAVAILABLE]
+    assert proxy.num_connections == before
+    now[0] += 10
+    assert fetch(tier, 1, 1) == [Outcome.OK, Outcome.OK]
+    assert not tier.is_left_alone
+
+
+def test_a_closed_tier_answers_unavailable(open_s3: OPEN) -> None:
+    tier = open_s3()
+    tier.close()
+    assert store(tier, 1) == fetch(tier, 1) == tier.contains([key(1)]) == tier.delete([key(1)])
+    assert fetch(tier, 1) == [Outcome.UNAVAILABLE]
+
+
+# ---------------------------------------------------------------- records
+
+
+def test_a_record_whose_answer_was_lost_is_known_again(
+    proxy: Proxy, behind_proxy: S3Tier, open_s3: OPEN, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try is carried out and its answer lost; the second finds its own record in the way."""
+    records = behind_proxy.records
+    client = records._client
+    put_object = client.put_object
+    is_lost: list[bool] = []
+
+    def lose_the_first_answer(**arguments: object) -> object:
+        answer = put_object(**arguments)  # type: ignore[arg-type]
+        if not is_lost:
+            is_lost.append(True)
+            raise ConnectionResetError
+        return answer
+
+    monkeypatch.setattr(client, "put_object", lose_the_first_answer)
+    tag = records.put("sessions/a", b"mine", if_absent=True)
+    record = open_s3().records.get("sessions/a")
+    assert record is not None
+    assert (record.data, record.etag) == (b"mine", tag)
+
+
+def test_equal_records_have_different_tags(open_s3: OPEN) -> None:
+    records = open_s3().records
+    first = records.put("a", b"same")
+    assert records.put("a", b"same") != first
+    assert records.put("a", b"other", if_match=first) is None
+
+
+def test_a_damaged_record_is_counted_and_none(open_s3: OPEN, bucket: Bucket, s3_settings: S3Settings) -> None:
+    tier = open_s3()
+    tier.records.put("sessions/a", b"text")
+    bucket.put(f"{s3_settings.prefix}/records/sessions/a=r", b"KVR1 something else altogether")
+    assert tier.records.get("sessions/a") is None
+    assert tier.faults() == {"record_corrupt": 1}
+
+
+def test_more_names_than_one_listing_holds_are_all_listed(open_s3: OPEN, s3_settings: S3Settings) -> None:
+    tier = open_s3()
+    list_objects = tier.records._client.list_objects_v2
+    tier.records._client.list_objects_v2 = lambda **arguments: list_objects(  # type: ignore[method-assign]
+        **{**arguments, "MaxKeys": 3}
+    )
+    for number in range(8):
+        tier.records.put(f"sessions/{number}", b"")
+    assert list(tier.records.names("sessions/")) == [f"sessions/{number}" for number in range(8)]
