@@ -38,6 +38,8 @@ from tiers.s3records import S3Records
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
+__all__ = ["S3Settings", "S3Tier"]
+
 _T = TypeVar("_T")
 # One receive at a time, so that the clock is looked at between them.
 _RECEIVE_BYTES = 1 << 20

@@ -16,6 +16,7 @@ from kvstore.core.errors import ConfigError, TierUnavailable
 from kvstore.core.outcome import Outcome
 from tests.support.blocks import blank, key, meta, payload
 from tiers.region import Region
+from tiers.space import DiskSpace
 from tiers.ssd import SsdTier
 
 MIB = 1 << 20
@@ -314,6 +315,26 @@ def test_a_disk_that_is_full_answers_full(opened: OPEN, monkeypatch: pytest.Monk
         assert store(tier, [meta(2)]) == [Outcome.FULL]
     assert tier.faults() == {"disk_full": 1}
     assert store(tier, [meta(2)]) == [Outcome.OK]
+    tier.check_integrity()
+
+
+def test_an_index_that_runs_full_is_given_more_room_while_there_is_some(
+    opened: OPEN, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its due it cannot run full; here it is due far too little."""
+    monkeypatch.setattr(DiskSpace, "index_bytes", lambda _self, _num_slots: 64 << 10)
+    tier = opened(max_bytes=4 * MIB, segment_bytes=MIB // 4)
+    blocks = [meta(i, 1) for i in range(600)]
+    outcomes: list[Outcome] = []
+    for start in range(0, 600, 40):
+        outcomes += store(tier, blocks[start : start + 40])
+        assert tier.taken_bytes() <= 4 * MIB
+    assert set(outcomes) == {Outcome.OK, Outcome.FULL}
+    assert outcomes.count(Outcome.OK) > 300
+    assert fetched(tier, blocks).count(Outcome.OK) == outcomes.count(Outcome.OK)
+    deleted = tier.delete([block.key for block in blocks])
+    assert deleted.count(Outcome.OK) == outcomes.count(Outcome.OK)
+    assert tier.usage().blocks == 0
     tier.check_integrity()
 
 
