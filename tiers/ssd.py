@@ -32,6 +32,7 @@ from tiers.batch import check_lengths
 from tiers.calls import RunningCalls
 from tiers.direct import Incoming, Outgoing, record_size
 from tiers.dirlock import FolderLock
+from tiers.environment import sync_folder
 from tiers.faults import FaultCounter
 from tiers.index import BYTES_PER_ENTRY, IndexEntry, IndexFull, Place
 from tiers.records import LmdbRecords
@@ -183,6 +184,9 @@ class SsdTier:
         self._num_blocks, self._used_bytes = num_blocks - num_gone, used_bytes - bytes_gone
         self.records = LmdbRecords(path / "records.mdb", self._space.max_record_bytes)
         opened.callback(self.records.close)
+        # The names of new files, too, must outlive a loss of power.
+        sync_folder(path)
+        sync_folder(path.parent)
 
     def _room(self, record_bytes: int) -> int:
         segments = self._segments
