@@ -135,10 +135,8 @@ class HbmTier:
         return outcomes
 
     def write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """As `Tier.write`. Raises ValueError for a block of another size than this pool's."""
+        """As `Tier.write`; a block of another size than this pool's answers FULL: there is no place of its size."""
         check_lengths(blocks, payloads)
-        if any(meta.payload_bytes != self.payload_bytes for meta in blocks):
-            raise ValueError(f"blocks of this pool have {self.payload_bytes} bytes")
         with self._lock:
             return [self._write_one(meta, payload) for meta, payload in zip(blocks, payloads, strict=True)]
 
@@ -199,7 +197,7 @@ class HbmTier:
     def _write_one(self, meta: BlockMeta, payload: memoryview) -> Outcome:
         if meta.key in self._residents:
             return Outcome.EXISTS
-        if len(self._free) < self.pool_blocks_per_block:
+        if meta.payload_bytes != self.payload_bytes or len(self._free) < self.pool_blocks_per_block:
             return Outcome.FULL
         pool_blocks = tuple(self._free[-self.pool_blocks_per_block :])
         self._copies.scatter([payload], [pool_blocks])

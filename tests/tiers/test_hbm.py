@@ -125,10 +125,11 @@ def test_a_resident_block_that_contradicts_what_is_there_is_refused(
     assert tier.usage().blocks == 1
 
 
-def test_a_block_of_another_size_is_no_block_of_this_pool(pool: torch.Tensor) -> None:
+def test_there_is_no_place_for_a_block_of_another_size(pool: torch.Tensor) -> None:
     tier = HbmTier(pool, _TOKENS)
-    with pytest.raises(ValueError, match="blocks of this pool have"):
-        tier.write([BlockMeta(BlockKey(bytes(32)), BlockKey(bytes(32)), bytes(32), 0, 8)], [memoryview(bytes(8))])
+    meta = BlockMeta(BlockKey(bytes(32)), BlockKey(bytes(32)), bytes(32), 0, tier.payload_bytes + 1)
+    assert tier.write([meta], [memoryview(bytes(meta.payload_bytes))]) == [Outcome.FULL]
+    assert tier.usage().used_bytes == 0
 
 
 def test_movers_copy_different_blocks_at_the_same_time(pool: torch.Tensor) -> None:
