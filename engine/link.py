@@ -13,6 +13,7 @@ from kvstore import wire
 from kvstore.client import LandedBlock, LookupResult, StoreGrant
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome
+from tiers.region import Region
 
 
 class FetchStream(Protocol):
@@ -36,6 +37,9 @@ class FetchStream(Protocol):
 
 class KVClient(Protocol):
     """The part of `kvstore.client.Client` that the engine uses; see there for what each call promises."""
+
+    @property
+    def region(self) -> Region | None: ...
 
     def clone(self) -> "KVClient": ...
 
@@ -79,6 +83,7 @@ class Roots:
             return tenant in self._clients or len(self._clients) < self._max_tenants
 
     def clone(self, tenant: str) -> KVClient:
+        """Return a client for the calling thread, which closes it."""
         with self._lock:
             if tenant not in self._clients:
                 self._clients[tenant] = self._make(tenant)

@@ -17,9 +17,12 @@ from engine.attention import SequenceSlice
 from engine.counters import Counters
 from engine.sampling import choose_tokens
 from engine.scheduler import Piece, Scheduler, step_work
-from policies.cost import CostModel, StepWork
+from policies.cost import CostModel, PrefillCost, StepWork
 
 _log = logging.getLogger(__name__)
+
+# Fitting the cost takes up to two milliseconds.
+_PUBLISH_EVERY_S = 1.0
 
 
 class ForwardModel(Protocol):
@@ -30,7 +33,8 @@ class ForwardModel(Protocol):
 
 class Runner:
     """`pool` is the HBM pool's tensor. After a fault of the model `fault` says what happened, and every request,
-    present and future, ends with that error."""
+    present and future, ends with that error. `prefill_cost` is what prefilling costs, about a second old at most; None
+    while that is not known."""
 
     def __init__(
         self,
@@ -50,7 +54,9 @@ class Runner:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._publish_at_s = 0.0
         self.fault = ""
+        self.prefill_cost: PrefillCost | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -82,6 +88,7 @@ class Runner:
             if counts:
                 work = StepWork.of([(count, start)], 0) if count > 1 else StepWork.of([], 1)
                 self._costs.observe_step(work, self._clock() - began)
+        self._publish(self._clock())
 
     # ------------------------------------------------------------ the thread
 
@@ -117,7 +124,7 @@ class Runner:
 
     def _compute(self, pieces: Sequence[Piece]) -> None:
         began = self._clock()
-        slices = [SequenceSlice(piece.token_ids(), piece.start, piece.request.block_table) for piece in pieces]
+        slices = [SequenceSlice(p.token_ids(), p.start, p.request.block_table, p.samples) for p in pieces]
         try:
             logits = self._model.forward(slices, self._pool)
         except (ValueError, torch.OutOfMemoryError) as error:
@@ -127,11 +134,18 @@ class Runner:
             self._scheduler.fail(pieces, f"the model could not compute the step: {error}")
             return
         sampled = self._sample(pieces, logits)
-        self._costs.observe_step(step_work(pieces), self._clock() - began)
+        now = self._clock()
+        self._costs.observe_step(step_work(pieces), now - began)
+        self._publish(now)
         self._counters.add("steps")
         self._counters.add("prefill_tokens", sum(piece.num_tokens for piece in pieces if piece.num_tokens > 1))
         self._counters.add("decode_tokens", sum(piece.num_tokens == 1 for piece in pieces))
         self._scheduler.complete(pieces, sampled)
+
+    def _publish(self, now: float) -> None:
+        if now >= self._publish_at_s and self._costs.prefill_known:
+            self.prefill_cost = self._costs.prefill_cost()
+            self._publish_at_s = now + _PUBLISH_EVERY_S
 
     def _sample(self, pieces: Sequence[Piece], logits: torch.Tensor) -> list[int | None]:
         rows = [row for row, piece in enumerate(pieces) if piece.samples]

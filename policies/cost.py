@@ -67,6 +67,24 @@ def attention_work(new_tokens: int, cached_tokens: int) -> float:
     return new_tokens * cached_tokens + new_tokens * new_tokens / 2
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """A fitted prefill cost, to be handed to another thread."""
+
+    chunk_tokens: int
+    per_step_s: float
+    per_token_s: float
+    per_pair_s: float
+
+    def predict(self, new_tokens: int, cached_tokens: int) -> float:
+        """Seconds to compute `new_tokens` after `cached_tokens`, in chunks, with nothing else in the steps."""
+        if new_tokens <= 0:
+            return 0.0
+        chunks = math.ceil(new_tokens / self.chunk_tokens)
+        pairs = attention_work(new_tokens, cached_tokens)
+        return self.per_step_s * chunks + self.per_token_s * new_tokens + self.per_pair_s * pairs
+
+
 class CostModel:
     """The two costs a plan weighs. `known` tells whether enough was measured to rely on them."""
 
@@ -104,12 +122,12 @@ class CostModel:
         return len(self._fresh_loads(tier)) >= _MIN_LOADS
 
     def prefill(self, new_tokens: int, cached_tokens: int) -> float:
-        """Seconds to compute `new_tokens` after `cached_tokens`, in chunks, with nothing else in the steps."""
-        if new_tokens <= 0:
-            return 0.0
-        per_step, per_token, per_pair, _ = self.step_coefficients()
-        chunks = math.ceil(new_tokens / self._chunk_tokens)
-        return per_step * chunks + per_token * new_tokens + per_pair * attention_work(new_tokens, cached_tokens)
+        """As `PrefillCost.predict`."""
+        return self.prefill_cost().predict(new_tokens, cached_tokens)
+
+    def prefill_cost(self) -> PrefillCost:
+        per_step_s, per_token_s, per_pair_s, _ = self.step_coefficients()
+        return PrefillCost(self._chunk_tokens, per_step_s, per_token_s, per_pair_s)
 
     def load(self, num_bytes: Mapping[TierKind, int]) -> float:
         """Seconds to load so many bytes from each tier; the tiers work side by side, so the slowest one decides."""

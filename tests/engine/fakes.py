@@ -18,6 +18,7 @@ from kvstore.client import GrantedBlock, LandedBlock, LookupResult, StoreGrant
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace
 from kvstore.core.outcome import Outcome, TierKind
+from tiers.region import Region
 
 VOCAB = 97
 
@@ -83,6 +84,12 @@ class FakeHbm:
 
     def gather(self, pool_blocks: Sequence[int], out: memoryview) -> None:
         out[:] = self._pool[list(pool_blocks), 0].transpose(0, 1).contiguous().numpy().tobytes()
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        return None
+
+    def unpin(self, address: int) -> None:
+        return None
 
     def scatter(self, payload: memoryview, pool_blocks: Sequence[int]) -> None:
         values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
@@ -188,6 +195,7 @@ class FakeClient:
         self._tenant = tenant
         self._thread: int | None = None
         self.closed = False
+        self.region: Region | None = None
 
     def clone(self) -> "FakeClient":
         return FakeClient(self._store, self._tenant)
