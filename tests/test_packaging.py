@@ -204,6 +204,18 @@ def test_the_sidecars_environment_is_one_that_the_daemon_accepts(compose: dict[s
     assert int(options["size"].removesuffix("m")) << 20 >= 2 * config.ram.size_bytes
 
 
+def test_the_engine_knows_the_options_it_is_given(compose: dict[str, Any]) -> None:
+    (in_image,) = [
+        json.loads(line.removeprefix("CMD "))
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if line.startswith("CMD ") and "--run-dir" in line
+    ]
+    given = {word.partition("=")[0] for word in [*in_image, *compose["services"]["engine"]["command"]]}
+    source = (ROOT / "engine" / "server.py").read_text()
+    for option in (word for word in given if word.startswith("--")):
+        assert f'"{option}"' in source or f"{option[2:].replace('-', '_')}: Annotated" in source, option
+
+
 def test_no_port_is_open_to_other_machines_and_no_secret_is_written_down(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))

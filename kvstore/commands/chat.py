@@ -59,10 +59,15 @@ def chat(
 
 
 def _read_key(path: Path) -> str:
+    """Return the first key of a file such as the engine reads: a key a line, with its tenant if it has one."""
     try:
-        return path.read_text("ascii").strip()
+        lines = path.read_text("ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file: cannot read a key from {path}: {error}") from None
+        raise ConfigError(f"--api-key-file: cannot read {path}: {error}") from None
+    for line in lines:
+        if words := line.partition("#")[0].split():
+            return words[0]
+    raise ConfigError(f"--api-key-file: {path} holds no key")
 
 
 def _recall(session: str, tenant: str, client: Client) -> None:

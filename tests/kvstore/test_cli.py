@@ -401,7 +401,7 @@ def test_a_chat_follows_its_session_into_a_fork_and_says_how_to_resume_it(
 def test_a_chat_shows_the_engine_its_key(run: Run, engine: tuple[type[Engine], str], say: Any, tmp_path: Path) -> None:
     handler, url = engine
     key = tmp_path / "key"
-    key.write_text("a-key\n")
+    key.write_text("# ours\na-key tenant\n")
     with say("hi"):
         assert run("chat", "--engine", url, "--api-key-file", str(key)).code == 0
     assert handler.authorizations == ["Bearer a-key"]
