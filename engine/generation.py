@@ -31,13 +31,24 @@ class Slots:
         self._most = most
         self.taken = 0
 
-    def __enter__(self) -> None:
+    def take(self) -> "Slot":
+        """Raises Refused (429) where all are taken."""
         if self.taken >= self._most:
             raise Refused(429, "busy", f"{self._most} requests are under way; try again a little later")
         self.taken += 1
+        return Slot(self)
 
-    def __exit__(self, *_: object) -> None:
-        self.taken -= 1
+
+class Slot:
+    """One request's place, until `release`, which may be called again."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots: Slots | None = slots
+
+    def release(self) -> None:
+        if self._slots is not None:
+            self._slots.taken -= 1
+            self._slots = None
 
 
 class Generation:
@@ -50,6 +61,8 @@ class Generation:
         self.turn, self._opened = engine.open(call.ask, self._listen)
         self._text = TextStream(engine.tokenizer)
         self.finish: FinishReason | None = None
+        # Where it has no finish of its own.
+        self.ended_as = "cancelled"
 
     @property
     def text(self) -> str:
@@ -57,7 +70,11 @@ class Generation:
 
     async def opened(self) -> None:
         """Return when the step loop has the request. Raises Refused where it cannot be served."""
-        await asyncio.shield(asyncio.wrap_future(self._opened))
+        try:
+            await _shielded(self._opened)
+        except Refused:
+            self.ended_as = "refused"
+            raise
 
     async def pieces(self) -> AsyncIterator[str]:
         """Yield the reply's text as it comes, until its end. Raises Refused where the engine fails."""
@@ -106,22 +123,24 @@ class GenerationResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises Refused before anything was sent; a fault after that becomes the stream's last event."""
-        with self._slots:
-            generation = Generation(self._engine, self._call)
-            answer = asyncio.ensure_future((self._stream if self._call.streams else self._whole)(generation, send))
-            gone = asyncio.ensure_future(_disconnected(receive))
-            try:
-                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-                if answer.done():
-                    answer.result()
-            finally:
-                generation.cancel()
-                for task in (answer, gone):
-                    task.cancel()
-                await asyncio.gather(answer, gone, return_exceptions=True)
-                self._metrics.ended(generation.turn.request, generation.finish or "cancelled")
+        slot = self._slots.take()
+        generation = Generation(self._engine, self._call)
+        work = self._stream if self._call.streams else self._whole
+        answer = asyncio.ensure_future(work(generation, slot, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        finally:
+            slot.release()
+            generation.cancel()
+            for task in (answer, gone):
+                task.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+            self._metrics.ended(generation.turn.request, generation.finish or generation.ended_as)
 
-    async def _whole(self, generation: Generation, send: Send) -> None:
+    async def _whole(self, generation: Generation, slot: Slot, send: Send) -> None:
         await generation.opened()
         async for _ in generation.pieces():
             pass
@@ -131,10 +150,12 @@ class GenerationResponse:
         body = self._form.whole(
             generation.text, generation.finish, request, account(request, saved, self._call.ask.session_id)
         )
+        # Before the client can ask again.
+        slot.release()
         await send(_start("application/json"))
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, generation: Generation, send: Send) -> None:
+    async def _stream(self, generation: Generation, slot: Slot, send: Send) -> None:
         await generation.opened()
         await send(_start("text/event-stream"))
         await _send_more(send, self._form.opening())
@@ -147,6 +168,7 @@ class GenerationResponse:
             request = generation.turn.request
             assert request is not None and generation.finish is not None
             saved = await generation.saved()
+            slot.release()
             told = account(request, saved, self._call.ask.session_id)
             await _send_more(send, self._form.closing(generation.finish, request, told))
         await send({"type": "http.response.body", "body": b""})

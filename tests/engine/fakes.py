@@ -23,18 +23,20 @@ from tiers.region import Region
 VOCAB = 97
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int], vocab: int = VOCAB) -> int:
     """What the fake model says after `tokens`; depends on each of them and its place."""
     state = 7
     for position, token in enumerate(tokens):
         state = (state * 31 + token * (position + 3) + 11) % 1_000_003
-    return state % VOCAB
+    return state % vocab
 
 
-def continuation(prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+def continuation(
+    prompt: Sequence[int], count: int, stop: frozenset[int] = frozenset(), vocab: int = VOCAB
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, vocab))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -52,14 +54,15 @@ def fake_pool(num_pool_blocks: int, pool_block_tokens: int) -> torch.Tensor:
 class FakeModel:
     """K is the token id, V the position. `fail_on` makes the step that computes this token raise."""
 
-    def __init__(self, pool_block_tokens: int) -> None:
+    def __init__(self, pool_block_tokens: int, vocab: int = VOCAB) -> None:
         self._stride = pool_block_tokens
+        self._vocab = vocab
         self.fail_on: int | None = None
         self.num_steps = 0
 
     def forward(self, slices: Sequence[SequenceSlice], pool: torch.Tensor) -> torch.Tensor:
         self.num_steps += 1
-        logits = torch.zeros(len(slices), VOCAB)
+        logits = torch.zeros(len(slices), self._vocab)
         for row, piece in enumerate(slices):
             if self.fail_on is not None and self.fail_on in piece.token_ids:
                 raise ValueError("a token that this model refuses")
@@ -72,7 +75,8 @@ class FakeModel:
             positions = torch.arange(end)
             blocks, offsets = table[positions // self._stride], positions % self._stride
             assert pool[blocks, 0, 1, offsets, 0, 0].tolist() == list(range(end)), "KV of other positions"
-            logits[row, next_token([int(t) for t in pool[blocks, 0, 0, offsets, 0, 0].tolist()])] = 1.0
+            known = [int(token) for token in pool[blocks, 0, 0, offsets, 0, 0].tolist()]
+            logits[row, next_token(known, self._vocab)] = 1.0
         return logits
 
 

@@ -1,0 +1,432 @@
+"""The HTTP API over a fake model and a fake kvstore, through a real socket."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import typer
+import uvicorn
+from typer.testing import CliRunner
+
+from engine import server
+from engine.app import make_app
+from engine.guard import Guard, is_loopback, read_api_keys
+from engine.model import ModelSpec
+from engine.service import Engine, EngineOptions
+from kvstore.core.errors import ConfigError
+from kvstore.core.outcome import TierKind
+from tests.engine.fakes import FakeClient, FakeHbm, FakeModel, FakeStore, continuation, fake_pool
+from tests.engine.tiny_tokenizer import END, VOCAB, tiny_tokenizer
+
+SPEC = ModelSpec("fake", "0", "float32", 1, 1, 1, VOCAB, 600, (END,))
+OPTIONS = EngineOptions(block_tokens=4, pool_block_tokens=4, chunk_tokens=32, max_batch=4, max_requests=6)
+KEYS = {"key-of-the-first-one": "", "key-of-the-other-one": "other"}
+
+
+class Model(FakeModel):
+    """`gate` closed: steps wait."""
+
+    def __init__(self) -> None:
+        super().__init__(4, VOCAB)
+        self.spec = SPEC
+        self.tokenizer = tiny_tokenizer()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        assert self.gate.wait(20)
+        return super().forward(*args)
+
+
+class Served:
+    """A running engine and its HTTP client."""
+
+    def __init__(self, engine: Engine, model: Model, http: httpx.Client) -> None:
+        self.engine = engine
+        self.model = model
+        self.http = http
+
+    def chat(self, text: str, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 5, "ignore_eos": True, **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 5, "ignore_eos": True, **fields})
+
+    def rests(self) -> bool:
+        """Wait until nothing runs and no block is used or held; False if that does not come."""
+        deadline_s = time.monotonic() + 5
+        while time.monotonic() < deadline_s:
+            state = self.http.get("/v1/hbm").json()
+            if not state["in_use"] and not state["held"]:
+                self.engine.between_steps(self.engine.pool.check_integrity).result(5)
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@contextmanager
+def serving(
+    store: FakeStore | None, options: EngineOptions = OPTIONS, keys: dict[str, str] | None = None
+) -> Iterator[Served]:
+    model, pool = Model(), fake_pool(200, 4)
+    make = None if store is None else (lambda namespace: FakeClient(store, namespace.tenant))
+    engine = Engine(model, pool, FakeHbm(pool), options, make)
+    engine.start()
+    app = make_app(engine, Guard(keys, options.tenant), max_tokens=100)
+    config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off", loop="asyncio")
+    http_server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(http_server.serve()))
+    thread.start()
+    try:
+        while not http_server.started:
+            time.sleep(0.005)
+        port = http_server.servers[0].sockets[0].getsockname()[1]
+        # No connection outlives its request, so that a test can be seen to leave none open.
+        headers = {"connection": "close"}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, headers=headers) as http:
+            yield Served(engine, model, http)
+    finally:
+        model.gate.set()
+        http_server.should_exit = True
+        thread.join(10)
+        engine.stop(2)
+
+
+@pytest.fixture(scope="module")
+def store() -> FakeStore:
+    return FakeStore(block_bytes=32)
+
+
+@pytest.fixture(scope="module")
+def shared(store: FakeStore) -> Iterator[Served]:
+    with serving(store) as served:
+        yield served
+
+
+def test_a_chat_answers_in_openais_form_and_tells_where_its_kv_came_from(shared: Served, store: FakeStore) -> None:
+    first = shared.chat("hello", session_id="form").json()
+    assert first["object"] == "chat.completion"
+    assert first["choices"][0]["finish_reason"] == "length"
+    told = first["kvstore"]
+    text = shared.model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
+    )
+    prompt = shared.model.tokenizer.encode(str(text), add_special_tokens=False)
+    assert told["token_ids"] == continuation(prompt, 5, vocab=VOCAB)
+    assert told["prompt_tokens"] == len(prompt) == told["recomputed_tokens"]
+    assert first["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 5,
+        "total_tokens": len(prompt) + 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert (told["session_id"], told["forked"], told["revision"], told["session_saved"]) == ("form", False, 1, True)
+    second = shared.chat("more", session_id="form").json()["kvstore"]
+    assert second["revision"] == 2
+    assert second["served_tokens"]["hbm"] == (len(prompt) + 4) // 4 * 4
+    assert sum(second["served_tokens"].values()) + second["recomputed_tokens"] == second["prompt_tokens"]
+    assert sum(second["miss"].values()) == second["recomputed_tokens"]
+    assert second["ttft_s"] > 0
+    assert {report.plan for report in store.reports} <= {"prefill", "hbm", "fetch", "cut", "recompute"}
+
+
+def test_after_hbm_was_dropped_the_blocks_come_from_kvstore(shared: Served, store: FakeStore) -> None:
+    store.tier = TierKind.SSD
+    told = shared.chat("something to remember", session_id="drop").json()["kvstore"]
+    assert shared.rests()
+    assert shared.http.post("/v1/hbm/drop", json={}).json()["dropped_pool_blocks"] > 0
+    again = shared.chat("and?", session_id="drop", plan="fetch").json()["kvstore"]
+    assert again["served_tokens"]["ssd"] == (told["prompt_tokens"] + 4) // 4 * 4
+    assert again["plan"] == "fetch"
+    messages = store.sessions["", "drop"].messages
+    tokens = [token for message in messages[:-1] for token in message.token_ids]
+    assert again["token_ids"] == continuation(tokens, 5, vocab=VOCAB)
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_stream_brings_the_same_text_in_pieces_and_the_account_at_its_end(shared: Served) -> None:
+    whole = shared.chat("stream me").json()
+    response = shared.chat("stream me", stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"] == "text/event-stream"
+    events = events_of(response)
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    text = "".join(e["choices"][0]["delta"].get("content", "") for e in events if e["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    assert events[-2]["kvstore"]["token_ids"] == whole["kvstore"]["token_ids"]
+    assert events[-1]["usage"]["completion_tokens"] == 5
+
+
+def test_completions_take_text_and_token_ids(shared: Served) -> None:
+    by_ids = shared.complete([1, 2, 3]).json()
+    assert by_ids["object"] == "text_completion"
+    assert by_ids["kvstore"]["token_ids"] == continuation([1, 2, 3], 5, vocab=VOCAB)
+    ids = shared.model.tokenizer.encode("abc", add_special_tokens=False)
+    assert shared.complete("abc").json()["kvstore"]["token_ids"] == continuation(ids, 5, vocab=VOCAB)
+    streamed = events_of(shared.complete([1, 2, 3], stream=True))
+    assert "".join(e["choices"][0]["text"] for e in streamed) == by_ids["choices"][0]["text"]
+
+
+def test_sampling_follows_its_seed(shared: Served) -> None:
+    answers = [
+        shared.complete([7] * 9, max_tokens=12, temperature=1.5, top_p=0.9, seed=seed).json()["kvstore"]["token_ids"]
+        for seed in (1, 1, 2)
+    ]
+    assert answers[0] == answers[1]
+    assert answers[0] != answers[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"logprobs": True}, "logprobs is not supported"),
+        ({"n": 2}, "n is not supported"),
+        ({"stop": ["x"]}, "stop is not supported"),
+        ({"tools": [{}]}, "tools is not supported"),
+        ({"sesion_id": "x"}, "did you mean 'session_id'"),
+        ({"temperature": 3}, "<= 2.0"),
+        ({"max_tokens": 0}, ">= 1"),
+        ({"max_tokens": 101}, "at most 100"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "differ"),
+        ({"plan": "guess"}, "plan"),
+        ({"session_id": ""}, "length >= 1"),
+        ({"session_id": "a\n"}, "printed"),
+        ({"resume_only": True}, "need a session_id"),
+        ({"messages": []}, "length >= 1"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, "last message"),
+        ({"messages": [{"role": "user", "content": "x" * 700}]}, "context is 600"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(shared: Served, fields: dict[str, Any], text: str) -> None:
+    response = shared.chat("hi", **fields)
+    assert response.status_code == 400
+    assert text in response.json()["error"]["message"]
+
+
+def test_neutral_and_harmless_fields_are_accepted(shared: Served) -> None:
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    response = shared.chat(
+        "",
+        messages=[{"role": "user", "content": parts}],
+        n=1,
+        logprobs=False,
+        stop=None,
+        user="me",
+        tools=[],
+        model="fake",
+    )
+    assert response.status_code == 200
+    assert shared.chat("hi", model="gpt-4").status_code == 404
+
+
+def test_bad_bodies_are_refused(shared: Served) -> None:
+    post = shared.http.post
+    assert post("/v1/completions", content=b"{", headers={"content-type": "application/json"}).status_code == 400
+    assert post("/v1/completions", content=b"[1]", headers={"content-type": "application/json"}).status_code == 400
+    assert post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert post("/v1/completions", json={"prompt": "x" * (5 << 20)}).status_code == 413
+    bad = shared.complete([1, 258])
+    assert (bad.status_code, bad.json()["error"]["code"]) == (400, "bad_token")
+    assert shared.http.get("/v1/nothing").status_code == 404
+    assert shared.http.get("/v1/completions").status_code == 405
+
+
+def test_an_unknown_session_is_404_where_only_resuming_was_asked_for(shared: Served) -> None:
+    response = shared.chat("hi", session_id="nobody", resume_only=True)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "session_unknown")
+
+
+def test_health_models_and_metrics(shared: Served) -> None:
+    assert shared.http.get("/health").json()["status"] == "ready"
+    assert shared.http.get("/v1/models").json()["data"][0]["id"] == "fake"
+    text = shared.http.get("/metrics").text
+    assert 'kvstore_engine_hbm_pool_blocks{state="free"}' in text
+    assert "kvstore_engine_ttft_seconds_count" in text
+
+
+def test_another_host_name_is_refused_without_keys(shared: Served) -> None:
+    assert shared.http.get("/v1/hbm", headers={"host": "evil.example"}).status_code == 403
+    assert shared.http.get("/v1/hbm", headers={"host": "localhost:8000"}).status_code == 200
+
+
+def test_a_client_that_goes_away_cancels_its_request(shared: Served) -> None:
+    shared.model.gate.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        shared.http.post(
+            "/v1/completions", json={"prompt": [5] * 40, "max_tokens": 90, "ignore_eos": True}, timeout=0.3
+        )
+    steps = shared.model.num_steps
+    shared.model.gate.set()
+    assert shared.rests()
+    assert shared.model.num_steps - steps < 80
+    with shared.http.stream(
+        "POST", "/v1/completions", json={"prompt": [6] * 9, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    ) as response:
+        next(response.iter_lines())
+    assert shared.rests()
+
+
+def test_too_many_requests_are_refused_not_queued(shared: Served) -> None:
+    shared.model.gate.clear()
+    answers: list[int] = []
+
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=shared.http.base_url, timeout=20) as http:
+            body = {"prompt": [number] * 5, "max_tokens": 2}
+            answers.append(http.post("/v1/completions", json=body).status_code)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + 10
+    while len(answers) < 4 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    shared.model.gate.set()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(answers) == [200] * 6 + [429] * 4
+
+
+def test_many_sessions_at_once_all_get_their_own_continuation(shared: Served, store: FakeStore) -> None:
+    def talk(name: str) -> None:
+        with httpx.Client(base_url=shared.http.base_url, timeout=20) as http:
+            for turn in range(4):
+                body = {"messages": [{"role": "user", "content": f"{name} {turn}"}], "session_id": name}
+                answer = http.post("/v1/chat/completions", json=body | {"max_tokens": 7})
+                assert answer.status_code == 200, answer.text
+
+    threads = [threading.Thread(target=talk, args=(f"many-{number}",)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for number in range(6):
+        view = store.sessions["", f"many-{number}"]
+        assert view.revision == 4
+        tokens: list[int] = []
+        for message in view.messages:
+            if message.role == "assistant":
+                assert message.token_ids == continuation(tokens, 7, frozenset({END}), VOCAB)
+            tokens += message.token_ids
+    assert shared.rests()
+
+
+def test_keys_are_needed_where_there_are_keys_and_decide_the_tenant() -> None:
+    store = FakeStore()
+    with serving(store, keys=KEYS) as served:
+        assert served.http.get("/health").status_code == 200
+        refused = served.chat("hi")
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        for key in ("wrong", "key-of-the-first-on"):
+            served.http.headers["authorization"] = f"Bearer {key}"
+            assert served.http.get("/v1/hbm").status_code == 401
+        served.http.headers["authorization"] = "Bearer key-of-the-first-one"
+        assert served.chat("hi", session_id="s").status_code == 200
+        assert served.chat("hi", tenant="other").status_code == 400
+        served.http.headers["authorization"] = "Bearer key-of-the-other-one"
+        assert served.chat("hi", session_id="s", resume_only=True).status_code == 404
+        told = served.chat("hi", session_id="s").json()["kvstore"]
+        assert told["served_tokens"]["hbm"] == 0, "the same words of another tenant are not shared"
+        assert set(store.sessions) == {("", "s"), ("other", "s")}
+
+
+def test_without_keys_the_body_may_name_the_tenant_up_to_a_number_of_them() -> None:
+    store = FakeStore()
+    with serving(store) as served:
+        assert served.engine.roots is not None
+        served.engine.roots._max_tenants = 2
+        assert served.chat("hi", tenant="a", session_id="s").status_code == 200
+        assert served.chat("hi", tenant="b").json()["error"]["code"] == "too_many_tenants"
+        assert ("a", "s") in store.sessions
+
+
+def test_while_the_daemon_is_away_chats_go_on_and_say_so() -> None:
+    store = FakeStore(up=False)
+    with serving(store) as served:
+        told = served.chat("hi", session_id="s").json()["kvstore"]
+        assert told["session_saved"] is False
+        told = served.chat("more", session_id="s").json()["kvstore"]
+        assert told["prompt_tokens"] > 60
+        assert served.rests()
+        store.up = True
+        assert served.chat("again", session_id="s").json()["kvstore"]["session_saved"] is True
+    assert len(store.sessions["", "s"].messages) == 6
+
+
+def test_a_fault_of_the_model_shows_in_health() -> None:
+    with serving(None, replace(OPTIONS, warm_up=False)) as served:
+        served.model.tokenizer = None  # type: ignore[assignment]
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("the device is gone")
+
+        served.model.forward = broken  # type: ignore[method-assign, assignment]
+        assert served.complete([1, 2]).status_code == 500
+        assert served.http.get("/health").status_code == 503
+        assert served.complete([1, 2]).status_code == 503
+
+
+def test_stopping_lets_running_requests_end() -> None:
+    answers: list[int] = []
+
+    def ask(base_url: httpx.URL) -> None:
+        with httpx.Client(base_url=base_url, timeout=20) as http:
+            answers.append(http.post("/v1/completions", json={"prompt": [1] * 9, "max_tokens": 3}).status_code)
+
+    with serving(None) as served:
+        served.model.gate.clear()
+        thread = threading.Thread(target=ask, args=(served.http.base_url,))
+        thread.start()
+        while not served.engine.scheduler.num_active:
+            time.sleep(0.005)
+    thread.join(10)
+    assert answers == [200]
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_a_host_that_others_can_reach_needs_keys(tmp_path: Path) -> None:
+    command = typer.Typer()
+    command.command()(server.main)
+    result = CliRunner().invoke(command, ["--host", "0.0.0.0"])
+    assert result.exit_code == 2
+    assert "--api-key-file" in result.output
+    result = CliRunner().invoke(command, ["--hbm-bytes", "12 parsecs"])
+    assert result.exit_code == 2
+    assert "--hbm-bytes" in result.output
+    assert "Example:" in CliRunner().invoke(command, ["--help"]).output
+
+
+def test_loopback_is_known_by_address_and_name() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""))
+
+
+def test_key_files_are_read_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nkey-of-the-first-one\nkey-of-the-other-one other # theirs\n\n")
+    assert read_api_keys(path, "") == KEYS
+    for text, what in [("short\n", "line 1"), ("# none\n", "holds no key"), ("a-long-enough-key a b\n", "line 1")]:
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=what):
+            read_api_keys(path, "")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_api_keys(tmp_path / "missing", "")
