@@ -43,7 +43,7 @@ def chat(
     """Chat with the model.
 
     Each reply is followed by how many prompt tokens came from which tier, how many were recomputed, and the time
-    to the first token. Ctrl-C stops a reply, Ctrl-D ends the chat.
+    to the first token. Ctrl-C stops a reply; at the prompt it ends the chat, as Ctrl-D does.
     """
     headers = {"accept": "text/event-stream"}
     if api_key_file is not None:
@@ -96,7 +96,7 @@ def _messages() -> Iterator[str]:
     while True:
         try:
             line = input("you> " if interactive else "")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             if interactive:
                 typer.echo()
             return
