@@ -81,7 +81,9 @@ class Consult:
         self._faults = faults
         self._told_faults: dict[str, int] = {}
         self._clock = clock
-        self._sessions = SessionKeeper(self._links, lambda tenant: self._of(tenant)[0], counters, faults)
+        self._sessions = SessionKeeper(
+            self._links, lambda tenant: self._of(tenant)[0], self._deadline_for, counters, faults
+        )
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(max_jobs)
         self._thread = threading.Thread(target=self._run, name="engine-consult", daemon=True)
 
@@ -254,11 +256,8 @@ class Consult:
             return Cached()
         if not usable:
             return Cached(asked=True)
-        predicted_s = self._predict_prefill(len(prompt))
-        share_s = _MAX_LOOKUP_S if predicted_s is None else predicted_s * _LOOKUP_SHARE
-        deadline_s = min(max(share_s, _MIN_LOOKUP_S), _MAX_LOOKUP_S)
         try:
-            found = self._links.client(ask.tenant).lookup(usable, deadline_s)
+            found = self._links.client(ask.tenant).lookup(usable, self._deadline_for(len(prompt)))
         except TierUnavailable:
             return Cached(why="unavailable")
         except ProtocolError as error:
@@ -266,6 +265,12 @@ class Consult:
             return Cached(why="refused")
         why = found.why or (found.next.label if found.next is not Outcome.OK else "")
         return Cached(found.tiers, why or "unknown", asked=True)
+
+    def _deadline_for(self, num_tokens: int) -> float:
+        """Return how long the daemon may take to answer about a prompt of so many tokens."""
+        predicted_s = self._predict_prefill(num_tokens)
+        share_s = _MAX_LOOKUP_S if predicted_s is None else predicted_s * _LOOKUP_SHARE
+        return min(max(share_s, _MIN_LOOKUP_S), _MAX_LOOKUP_S)
 
     # ------------------------------------------------------------ after a request
 

@@ -24,13 +24,20 @@ _CHECK_DEADLINE_S = 0.3
 
 
 class SessionKeeper:
-    """`links` None: there is no kvstore, sessions live in this process only. `namespace_of` is asked by tenant."""
+    """`links` None: there is no kvstore, sessions live in this process only. `namespace_of` is asked by tenant,
+    `deadline_for` by the number of tokens that would have to be recomputed."""
 
     def __init__(
-        self, links: Links | None, namespace_of: Callable[[str], Namespace], counters: Counters, faults: Counters
+        self,
+        links: Links | None,
+        namespace_of: Callable[[str], Namespace],
+        deadline_for: Callable[[int], float],
+        counters: Counters,
+        faults: Counters,
     ) -> None:
         self._links = links
         self._namespace_of = namespace_of
+        self._deadline_for = deadline_for
         self._counters = counters
         self._faults = faults
         self._local = LocalSessions(on_lost=lambda: counters.add("sessions_lost"))
@@ -49,8 +56,12 @@ class SessionKeeper:
         if self._links is None or (local is not None and local.unsaved):
             return self._from_local(turn, local)
         deadline_s = _DEADLINE_S if local is None else _CHECK_DEADLINE_S
+        client = self._links.client(tenant)
         try:
-            view = self._links.client(tenant).session_get(turn.session_id, tenant, deadline_s)
+            if local is not None:
+                # Is it awake? A silent daemon must not take the time that asking the bucket may take.
+                client.lookup(local.keys[:1], self._deadline_for(local.num_tokens))
+            view = client.session_get(turn.session_id, tenant, deadline_s)
         except (TierUnavailable, ProtocolError) as error:
             self._counters.add("session_asked_in_vain")
             if local is None:
