@@ -31,7 +31,7 @@ from kvstore.core.outcome import TierKind
 from kvstore.demo import chats
 from kvstore.demo.chats import REPLY_TOKENS, Reply
 from kvstore.demo.processes import Daemon, EngineProcess
-from kvstore.demo.report import Row, Turn, as_json, show, write
+from kvstore.demo.report import Row, Turn, as_json, describe, show, write
 from kvstore.demo.texts import Talk, talks
 from kvstore.s3server import REGION, S3Server
 
@@ -81,12 +81,15 @@ def run(report_path: Path, scale: Scale = SMOLLM2) -> int:
         def step(text: str) -> None:
             progress.update(task, advance=1, description=text)
             if not console.is_terminal:
-                console.print(f"{time.monotonic() - started:6.1f} s  {text}")
+                note(text)
+
+        def note(text: str) -> None:
+            console.print(f"{time.monotonic() - started:6.1f} s  {text}", highlight=False)
 
         spoken = talks(scale.displaced + scale.resumed, scale.opening_chars)
         step("reference: an engine that is never interrupted")
         reference = _reference(folder, scale, spoken)
-        demo = Demo(folder, scale, spoken, reference, stack, step)
+        demo = Demo(folder, scale, spoken, reference, stack, step, note)
         rows, extra = demo.play()
         progress.update(task, completed=14, description="done")
     seconds = time.monotonic() - started
@@ -126,6 +129,7 @@ class Demo:
         reference: list[list[Reply]],
         stack: contextlib.ExitStack,
         step: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         self._folder = folder
         self._scale = scale
@@ -138,6 +142,7 @@ class Demo:
         self._last: dict[str, Reply] = {}
         self._turn: dict[str, int] = {}
         self._step = step
+        self._note = note
         self._stack = stack
         step("a real S3 server on loopback")
         self._s3 = stack.enter_context(S3Server(folder / "s3", buckets=[_BUCKET]))
@@ -182,8 +187,8 @@ class Demo:
         other.start()
         self._engine = self._new_engine(other)
         self._engine.start()
-        rows.append(self._resume("other_daemon", "another daemon, same bucket", self._resumed))
         self._daemon = other
+        rows.append(self._resume("other_daemon", "another daemon, same bucket", self._resumed))
         self._wait_durable(("s3",))
         step("the planner decides")
         self._evict(other)
@@ -223,7 +228,9 @@ class Demo:
                 recompute_s.append(seconds)
                 if first != self._last[talk.session_id].token_ids[0]:
                     raise KVStoreError(f"recomputing {talk.session_id} gave another first token")
-        return Row(name, title, turns, recompute_s)
+        row = Row(name, title, turns, recompute_s)
+        self._note(describe(row))
+        return row
 
     def _prompt(self, talk: Talk) -> list[int]:
         """The token ids of the last turn's prompt, as the session remembers them."""

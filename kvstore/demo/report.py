@@ -75,6 +75,15 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(table)
 
 
+def describe(row: Row) -> str:
+    """One line of text, shown as soon as the row is complete."""
+    sums = _summary(row)
+    served = ", ".join(f"{name} {tokens:,}" for name, tokens in sums["served_tokens"].items() if tokens)
+    recompute = "" if not row.recompute_s else f", recomputed in {sums['ttft_recompute_s']:.3f} s"
+    equal = "tokens equal" if sums["tokens_equal"] else "TOKENS DIFFER"
+    return f"  {row.title}: {len(row.turns)} turns, {served}, TTFT {sums['ttft_s']:.3f} s{recompute}, {equal}"
+
+
 def _summary(row: Row) -> dict[str, Any]:
     return {
         "name": row.name,
