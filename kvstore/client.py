@@ -12,22 +12,23 @@ share one attachment. Faults: TierUnavailable (no daemon, or it was silent), Pro
 """
 
 import contextlib
-import os
-import secrets
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from kvstore import wire
-from kvstore.connection import Connection, daemon_lives, lock, refused_raises
+from kvstore.attachment import Attached, Attachment
+from kvstore.connection import Connection, daemon_lives
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace, join_keys
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.stream import FetchStream, LandedBlock
 from kvstore.wire import ErrorCode
 from tiers.region import Region
+
+__all__ = ["Client", "FetchStream", "GrantedBlock", "LandedBlock", "LookupResult", "StoreGrant"]
 
 _Reply = TypeVar("_Reply")
 # A message that nobody waits for is worth no more than this.
@@ -42,19 +43,6 @@ class LookupResult:
     tiers: list[TierKind]
     next: Outcome
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class LandedBlock:
-    """Block `index` of a fetch. Where the outcome is OK, `view` holds its payload in the region, to be copied before
-    `FetchStream.still_valid` is asked and the stream is left."""
-
-    index: int
-    outcome: Outcome
-    view: memoryview | None
-    offset: int
-    generation: int
-    source: TierKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,157 +63,6 @@ class StoreGrant:
     retry_s: float
 
 
-class _Attachment:
-    """What all clones share: the region, the epoch and the incarnation, and the lock that says that we live."""
-
-    def __init__(self, run_dir: Path, namespace: Namespace, model_label: str, name: str) -> None:
-        self.run_dir = run_dir
-        self.region: Region | None = None
-        self.epoch = 0
-        self.incarnation = 0
-        self.tiers: list[str] = []
-        self._spec = wire.NamespaceSpec(
-            namespace.digest(),
-            namespace.root(),
-            model_label or namespace.model,
-            namespace.block_tokens,
-            namespace.block_bytes,
-        )
-        self._name = name
-        self._mutex = threading.Lock()
-        self._liveness: tuple[int, Path] | None = None
-        self._users = 1
-
-    def ensure(self, connection: Connection, deadline_s: float) -> None:
-        """Attach unless that is done. Copies under way keep the old mapping alive by their views."""
-        with self._mutex:
-            if self.region is not None:
-                return
-            file_name = self._hold_liveness()
-            request = wire.Attach(self._spec, file_name, self._name)
-            reply = connection.request(0, 0, request, deadline_s)
-            attached = _expect(reply, wire.Attached)
-            self.region = Region.attach(Path(attached.region_path), attached.epoch)
-            self.epoch, self.incarnation = attached.epoch, attached.incarnation
-            self.tiers = attached.tiers
-
-    def forget(self, epoch: int) -> None:
-        """The daemon that gave us this epoch is no more; the next call attaches anew."""
-        with self._mutex:
-            if self.region is not None and self.epoch == epoch:
-                self.region.close()
-                self.region = None
-                self.epoch = self.incarnation = 0
-
-    def join(self) -> None:
-        with self._mutex:
-            self._users += 1
-
-    def leave(self) -> bool:
-        """Whether that was the last user; then everything is closed."""
-        with self._mutex:
-            self._users -= 1
-            if self._users:
-                return False
-            if self.region is not None:
-                self.region.close()
-                self.region = None
-            if self._liveness is not None:
-                descriptor, path = self._liveness
-                path.unlink(missing_ok=True)
-                os.close(descriptor)
-                self._liveness = None
-            return True
-
-    def _hold_liveness(self) -> str:
-        if self._liveness is not None and not self._liveness[1].exists():
-            os.close(self._liveness[0])  # another boot of the daemon has cleared its folder
-            self._liveness = None
-        if self._liveness is None:
-            path = self.run_dir / "clients" / secrets.token_hex(8)
-            try:
-                self._liveness = (lock(path), path)
-            except OSError as error:
-                raise TierUnavailable(f"cannot hold a lock in {path.parent}: {error.strerror}") from error
-        return self._liveness[1].name
-
-
-class FetchStream:
-    """The blocks of one fetch, as they land. Leaving it ends all pins; thread-confined, one at a time per client."""
-
-    def __init__(self, client: "Client", region: Region, epoch: int, incarnation: int, sequence: int) -> None:
-        self.done = False
-        self._client = client
-        self._region = region
-        self._epoch = epoch
-        self._incarnation = incarnation
-        self._sequence = sequence
-        self._lease: int | None = None
-        self._stale = 0
-        self._released = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def landed(self, timeout_s: float) -> list[LandedBlock]:
-        """Return what has landed since the last call, waiting for the first; [] at the timeout or when all is done."""
-        if self.done:
-            return []
-        received = self._client.receive(timeout_s)
-        if received is None or received[0] != self._sequence:
-            return []
-        try:
-            landed = _expect(refused_raises(received[1]), wire.Landed)
-        except ProtocolError as error:
-            self.done = True
-            self._client.refused(error, self._epoch)
-            raise TierUnavailable("the daemon was restarted") from None
-        self._lease = landed.lease
-        self.done = landed.done
-        return [self._block(slot) for slot in landed.slots]
-
-    def still_valid(self, block: LandedBlock) -> bool:
-        """Whether the bytes that were copied are the block's; ask after the copy. False: it counts as a miss."""
-        try:
-            valid = self._region.generation(block.offset) == block.generation
-        except ValueError:  # unmapped meanwhile: the daemon that vouched for the bytes is no more
-            valid = False
-        self._stale += not valid
-        return valid
-
-    def release_blocks(self, indexes: list[int]) -> None:
-        """End the pins of blocks that have been copied, so that the daemon can use their slots for the rest."""
-        if self._lease is not None and not self._released:
-            self._client.post(self._epoch, self._incarnation, wire.Release(self._lease, indexes))
-
-    def release(self) -> None:
-        """End all pins; what has not landed is cancelled. Idempotent, never raises, does not wait."""
-        if self._released:
-            return
-        self._released = True
-        if self._lease is None and not self.done:
-            # Not one message yet, so the lease's number is unknown. One arrives at the daemon's next turn at the latest
-            # if we ask it anything; a daemon that does not answer ends the lease at its deadline.
-            with contextlib.suppress(TierUnavailable, ProtocolError):
-                self.landed(_REPORT_DEADLINE_S)
-        if self._lease is not None:
-            self._client.post(self._epoch, self._incarnation, wire.Release(self._lease, None, self._stale))
-        self.done = True
-
-    def _block(self, slot: wire.Slot) -> LandedBlock:
-        outcome = Outcome(slot.outcome)
-        view = None
-        if outcome == Outcome.OK:
-            try:
-                view = self._region.view(slot.offset, self._client.block_bytes)
-            except ValueError:
-                outcome = Outcome.STALE
-        return LandedBlock(slot.index, outcome, view, slot.offset, slot.generation, TierKind(slot.source))
-
-
 class Client:
     """See the module. `namespace` None: a console, which attaches to nothing and can only ask and order."""
 
@@ -237,7 +74,7 @@ class Client:
         model_label: str = "",
         name: str = "",
         deadline_s: float = 1.0,
-        _attachment: _Attachment | None = None,
+        _attachment: Attachment | None = None,
     ) -> None:
         self._connection = Connection(run_dir)
         self._run_dir = run_dir
@@ -246,7 +83,10 @@ class Client:
         self._closed = False
         self._attachment = _attachment
         if namespace is not None and _attachment is None:
-            self._attachment = _Attachment(run_dir, namespace, model_label, name)
+            self._attachment = Attachment(run_dir, namespace, model_label, name)
+        # Which boot of the daemon granted what we have not committed yet, and grants whose commit was not answered.
+        self._granted: dict[BlockKey, Attached] = {}
+        self._unanswered: list[tuple[Attached, BlockKey, int]] = []
 
     def clone(self) -> "Client":
         """Return a client for another thread, with the same attachment; each is closed by itself."""
@@ -261,12 +101,8 @@ class Client:
         if self._closed:
             return
         self._closed = True
-        attachment = self._attachment
-        if attachment is not None:
-            epoch, incarnation = attachment.epoch, attachment.incarnation
-            if attachment.leave() and epoch:
-                with contextlib.suppress(TierUnavailable, ProtocolError):
-                    self._connection.request(epoch, incarnation, wire.Detach(), _REPORT_DEADLINE_S)
+        if self._attachment is not None:
+            self._attachment.leave(self._connection)
         self._connection.close()
 
     @property
@@ -277,12 +113,14 @@ class Client:
     @property
     def region(self) -> Region | None:
         """The region as it is mapped now; another one after the daemon was restarted. For pinning it."""
-        return None if self._attachment is None else self._attachment.region
+        current = None if self._attachment is None else self._attachment.current
+        return None if current is None else current.region
 
     @property
     def tiers(self) -> list[str]:
         """The tiers of the daemon we are attached to, fastest first; [] while there is none."""
-        return [] if self._attachment is None else self._attachment.tiers
+        current = None if self._attachment is None else self._attachment.current
+        return [] if current is None else list(current.tiers)
 
     # ------------------------------------------------------------ blocks
 
@@ -298,27 +136,30 @@ class Client:
 
         Until the stream is left this client is busy with it.
         """
-        attachment = self._attached(self._deadline_s)
-        region = attachment.region
-        if region is None:
-            raise TierUnavailable("the daemon was restarted this moment")
-        epoch, incarnation = attachment.epoch, attachment.incarnation
-        sequence = self._connection.send(epoch, incarnation, wire.Fetch(join_keys(keys), deadline_s))
-        return FetchStream(self, region, epoch, incarnation, sequence)
+        attached = self._attached(self._deadline_s)
+        fetch = wire.Fetch(join_keys(keys), deadline_s)
+        return FetchStream(self, attached, self._connection.send(attached.epoch, attached.incarnation, fetch))
 
     def store(
         self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
     ) -> StoreGrant:
         """Ask for slots for consecutive blocks of one prefix; `parent` is the key before the first (the namespace's
         root at depth 0). What is granted must be committed, as written or not."""
-        granted = self._ask(wire.Store(join_keys(keys), parent, depth), wire.Granted, deadline_s)
-        region = self.region
-        if region is None:
-            raise TierUnavailable("the daemon was restarted this moment")
+        self._give_back_unanswered()
+        request = wire.Store(join_keys(keys), parent, depth)
+        granted, attached = self._ask_attached(request, wire.Granted, deadline_s)
+        if len(granted.slots) != len(keys):
+            raise ProtocolError(ErrorCode.MALFORMED, f"{len(granted.slots)} answers to {len(keys)} keys")
         blocks = []
-        for slot in granted.slots:
+        for key, slot in zip(keys, granted.slots, strict=True):
             outcome = Outcome(slot.outcome)
-            view = region.view(slot.offset, self.block_bytes) if outcome == Outcome.OK else None
+            view = None
+            if outcome == Outcome.OK:
+                try:
+                    view = attached.region.view(slot.offset, self.block_bytes)
+                except ValueError:
+                    raise TierUnavailable("the daemon was restarted this moment") from None
+                self._granted[key] = attached
             blocks.append(GrantedBlock(outcome, view, slot.offset, slot.generation))
         return StoreGrant(blocks, granted.retry_s)
 
@@ -327,8 +168,26 @@ class Client:
 
         After a restart of the daemon every grant is STALE: the bytes lie in the old region, which nobody reads.
         """
-        committed = self._ask(wire.Commit(join_keys(keys), generations, written), wire.Committed, None)
-        return [Outcome(outcome) for outcome in committed.outcomes]
+        granted_by = [self._granted.pop(key, None) for key in keys]
+        attached = self._attached(self._deadline_s)
+        # The new daemon may have granted the same block, under the same generation, to another thread of ours.
+        valid = [index for index, one in enumerate(granted_by) if one is None or one is attached]
+        outcomes = [Outcome.STALE] * len(keys)
+        if valid:
+            request = wire.Commit(
+                join_keys([keys[i] for i in valid]), [generations[i] for i in valid], [written[i] for i in valid]
+            )
+            try:
+                committed = self._request(attached, request, wire.Committed, self._deadline_s)
+            except ProtocolError as error:
+                self.refused(error, attached)
+                return outcomes
+            except TierUnavailable:
+                self._unanswered += [(attached, keys[i], generations[i]) for i in valid]
+                raise
+            for index, outcome in zip(valid, committed.outcomes, strict=True):
+                outcomes[index] = Outcome(outcome)
+        return outcomes
 
     # ------------------------------------------------------------ statistics
 
@@ -388,57 +247,73 @@ class Client:
 
     # ------------------------------------------------------------ for FetchStream
 
-    def receive(self, timeout_s: float) -> tuple[int, wire.Reply] | None:
+    def receive(self, attached: Attached, timeout_s: float) -> tuple[int, wire.Reply] | None:
         """The next message of the stream that is open; None at the timeout."""
         try:
             return self._connection.receive(timeout_s)
         except TierUnavailable:
-            self._lost()
+            self._lost(attached)
             raise
 
-    def refused(self, error: ProtocolError, epoch: int) -> None:
+    def refused(self, error: ProtocolError, attached: Attached) -> None:
         """Raise the error, unless it says that our attachment is void: then the next call attaches anew."""
         if error.code not in (ErrorCode.STALE_EPOCH, ErrorCode.NOT_ATTACHED) or self._attachment is None:
             raise error
-        self._attachment.forget(epoch)
+        self._attachment.forget(attached)
 
-    def post(self, epoch: int, incarnation: int, body: wire.Message) -> None:
+    def post(self, attached: Attached, body: wire.Message) -> None:
         """Send a message whose answer nobody waits for."""
         with contextlib.suppress(TierUnavailable, ProtocolError):
-            self._connection.send(epoch, incarnation, body)
+            self._connection.send(attached.epoch, attached.incarnation, body)
 
     # ------------------------------------------------------------ private
 
+    def _give_back_unanswered(self) -> None:
+        """A grant lasts as long as we live, so those whose commit may never have arrived are given back."""
+        current = self._attached(self._deadline_s)
+        while self._unanswered:
+            attached, key, generation = self._unanswered[-1]
+            if attached is current:
+                give_back = wire.Commit(key, [generation], [False])
+                self._connection.send(attached.epoch, attached.incarnation, give_back)
+            self._unanswered.pop()
+
     def _ask(self, body: wire.Message, expected: type[_Reply], deadline_s: float | None) -> _Reply:
-        wait_s = self._deadline_s if deadline_s is None else deadline_s
         if self._attachment is None:
+            wait_s = self._deadline_s if deadline_s is None else deadline_s
             return _expect(self._connection.request(0, 0, body, wait_s), expected)
+        return self._ask_attached(body, expected, deadline_s)[0]
+
+    def _ask_attached(
+        self, body: wire.Message, expected: type[_Reply], deadline_s: float | None
+    ) -> tuple[_Reply, Attached]:
+        """Ask, if need be after attaching anew; return the reply and the boot of the daemon that it is from."""
+        deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
         for is_last_try in (False, True):
-            attachment = self._attached(wait_s)
-            epoch, incarnation = attachment.epoch, attachment.incarnation
+            attached = self._attached(deadline - time.monotonic())
             try:
-                return _expect(self._connection.request(epoch, incarnation, body, wait_s), expected)
-            except TierUnavailable:
-                self._lost()
-                raise
+                return self._request(attached, body, expected, deadline - time.monotonic()), attached
             except ProtocolError as error:
-                self.refused(error, epoch)
-                # Grants of the old epoch are void, whoever attaches again; only asking anew makes sense.
-                if is_last_try or isinstance(body, wire.Commit):
+                self.refused(error, attached)
+                if is_last_try:
                     raise TierUnavailable("the daemon was restarted") from None
         raise AssertionError("unreachable")
 
-    def _attached(self, deadline_s: float) -> _Attachment:
-        attachment = self._attachment
-        assert attachment is not None, "a console is not attached"
-        attachment.ensure(self._connection, deadline_s)
-        return attachment
+    def _request(self, attached: Attached, body: wire.Message, expected: type[_Reply], deadline_s: float) -> _Reply:
+        try:
+            return _expect(self._connection.request(attached.epoch, attached.incarnation, body, deadline_s), expected)
+        except TierUnavailable:
+            self._lost(attached)
+            raise
 
-    def _lost(self) -> None:
+    def _attached(self, deadline_s: float) -> Attached:
+        assert self._attachment is not None, "a console is not attached"
+        return self._attachment.ensure(self._connection, deadline_s)
+
+    def _lost(self, attached: Attached) -> None:
         """If the daemon is gone for good, so is the region; one that is only slow is found again by its epoch."""
-        attachment = self._attachment
-        if attachment is not None and not daemon_lives(self._run_dir):
-            attachment.forget(attachment.epoch)
+        if self._attachment is not None and not daemon_lives(self._run_dir):
+            self._attachment.forget(attached)
 
 
 def _expect(reply: object, expected: type[_Reply]) -> _Reply:
