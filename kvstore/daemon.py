@@ -7,6 +7,7 @@ Does not cover: what requests mean (store/store.py), who carries them out (store
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -26,10 +27,8 @@ from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.outcome import TierKind
 from kvstore.http_process import HttpProcess
 from kvstore.region_file import create_region
-from kvstore.store import ops
 from kvstore.store.engines import Engine, EngineTable
 from kvstore.store.link import WorkerLink
-from kvstore.store.record import RECORD_PREFIX
 from kvstore.store.store import Store
 from kvstore.store.worker import WorkerSettings
 from kvstore.wire import ErrorCode, Header
@@ -83,6 +82,8 @@ class Daemon:
         self._engines = EngineTable(run_dir)
         self._store = Store(config, epoch, RamTier(region), self._links, self._engines)
         self._http = HttpProcess(config, run_dir) if config.http.enabled else None
+        self._poller = zmq.Poller()
+        self._polled: frozenset[zmq.Socket[bytes] | int] = frozenset()
         self._is_draining = False
         self._signals = 0
 
@@ -115,21 +116,22 @@ class Daemon:
 
     def _recover(self, wakeup: socket.socket) -> None:
         """Wait for the SSD tier and take over what it kept. A bucket that does not answer is not waited for."""
-        ssd = self._links.get(TierKind.SSD)
         deadline = time.monotonic() + _START_DEADLINE_S
-        recovered: list[ops.Result] = []
-        asked = False
-        while ssd is not None and not recovered and not self._signals and time.monotonic() < deadline:
+        while not self._store.is_recovered and not self._signals and time.monotonic() < deadline:
+            ssd = self._links[TierKind.SSD]
             if ssd.failure and ssd.is_fatal:
                 raise ConfigError(f"ssd: {ssd.failure}")
             if ssd.failure:
                 _log.error("serving without the SSD tier until it can be opened")
                 return
-            if ssd.ready and not asked:
-                ssd.record(ops.Recover(ssd.next_op(), RECORD_PREFIX), recovered.append)
-                asked = True
+            self._store.turn()
             self._poll(wakeup, 0.05)
-            ssd.pump()
+        # A worker that is still starting would make the first sessions asked for look unknown. It opens no connection
+        # before it says that it is ready, so a bucket that does not answer costs no time here.
+        while any(not link.ready and not link.failure for link in self._links.values()) and not self._signals:
+            if time.monotonic() >= deadline:
+                return
+            self._poll(wakeup, 0.05)
 
     def _stop(self) -> None:
         for link in self._links.values():
@@ -139,6 +141,7 @@ class Daemon:
         deadline = time.monotonic() + _STOP_DEADLINE_S
         for link in self._links.values():
             link.join(deadline - time.monotonic())
+        self._engines.close()
         self._router.close()
         self._context.term()
         (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
@@ -197,6 +200,7 @@ class Daemon:
                 _log.info("draining, for at most %.0f s", self._config.daemon.drain_deadline_s)
                 drain_until = now + self._config.daemon.drain_deadline_s
                 self._is_draining = True
+                self._store.drain()
             if drain_until is not None:
                 if self._store.is_drained():
                     return
@@ -208,13 +212,14 @@ class Daemon:
             self._poll(wakeup, max(0.0, self._store.next_deadline() - now))
 
     def _poll(self, wakeup: socket.socket, timeout_s: float) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(wakeup.fileno(), zmq.POLLIN)
-        for link in self._links.values():
-            for source in link.sources():
-                poller.register(source, zmq.POLLIN)
-        ready = dict(poller.poll(int(1000 * timeout_s) + 1 if timeout_s else 0))
+        sources = frozenset(
+            [self._router, wakeup.fileno(), *(source for link in self._links.values() for source in link.sources())]
+        )
+        if sources != self._polled:
+            self._polled, self._poller = sources, zmq.Poller()
+            for source in sources:
+                self._poller.register(source, zmq.POLLIN)
+        ready = dict(self._poller.poll(math.ceil(1000 * timeout_s)))
         if wakeup.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 wakeup.recv(64)
@@ -277,15 +282,16 @@ class Daemon:
                 store.evict(request, reply)
                 return None
             case wire.SessionGet():
-                store.session_get(request, reply)
+                store.sessions.get(request, reply)
                 return None
             case wire.SessionList():
-                return store.session_list(request)
+                return store.sessions.list(request)
             case wire.SessionPin():
-                store.session_pin(request, reply)
+                store.sessions.pin(request, reply)
                 return None
             case wire.SessionDelete():
-                return store.session_delete(request)
+                store.sessions.delete(request, reply)
+                return None
         engine = self._engine(header)
         match request:
             case wire.Detach():

@@ -12,20 +12,24 @@ sequence of its request; a fetch is answered by several messages, all others by 
 """
 
 import struct
-from typing import Final, NewType, TypeVar
+from typing import Annotated, Final, NewType, TypeVar
 
 import msgspec
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.key import MAX_TOKEN_ID
 
 PROTOCOL_VERSION: Final = 1
 MAX_BODY_BYTES: Final = 8 << 20
+# A reply may be a little larger, so that whatever was taken in can be given back.
+MAX_REPLY_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
 MAX_KEYS: Final = 65_536
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sHIQQQ")
 
 Epoch = NewType("Epoch", int)
 Incarnation = NewType("Incarnation", int)
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 _T = TypeVar("_T")
 
 
@@ -260,7 +264,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     role: str
     content: str
-    token_ids: list[int]
+    token_ids: list[TokenId]
 
 
 class SessionView(msgspec.Struct, frozen=True):
@@ -422,27 +426,35 @@ _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(body: Message) -> bytes:
-    """Raises ProtocolError (too_long) instead of making a body that the other side would refuse."""
-    frame = _encoder.encode(body)
+    """Raises ProtocolError (too_long, malformed) instead of making a body that the other side would refuse."""
+    try:
+        frame = _encoder.encode(body)
+    except (UnicodeError, OverflowError) as error:
+        raise ProtocolError(ErrorCode.MALFORMED, f"the message cannot be sent: {error}") from None
     if len(frame) > MAX_BODY_BYTES:
-        raise ProtocolError(ErrorCode.TOO_LONG, f"a body of {len(frame)} bytes, at most {MAX_BODY_BYTES} are allowed")
+        _check_length(frame, MAX_BODY_BYTES if isinstance(body, Request) else MAX_REPLY_BYTES)
     return frame
 
 
 def decode_request(frame: bytes) -> Request:
     """Raises ProtocolError (too_long, malformed)."""
+    _check_length(frame, MAX_BODY_BYTES)
     return _decode(_request_decoder, frame)
 
 
 def decode_reply(frame: bytes) -> Reply:
     """Raises ProtocolError (too_long, malformed)."""
+    _check_length(frame, MAX_REPLY_BYTES)
     return _decode(_reply_decoder, frame)
 
 
+def _check_length(frame: bytes, max_bytes: int) -> None:
+    if len(frame) > max_bytes:
+        raise ProtocolError(ErrorCode.TOO_LONG, f"a body of {len(frame)} bytes, at most {max_bytes} are allowed")
+
+
 def _decode(decoder: "msgspec.msgpack.Decoder[_T]", frame: bytes) -> _T:
-    if len(frame) > MAX_BODY_BYTES:
-        raise ProtocolError(ErrorCode.TOO_LONG, f"a body of {len(frame)} bytes, at most {MAX_BODY_BYTES} are allowed")
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ProtocolError(ErrorCode.MALFORMED, f"the body is no known message: {error}") from None

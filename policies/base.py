@@ -5,7 +5,10 @@ from typing import Protocol
 
 
 class EvictableView(Protocol):
-    """What a policy may know of the blocks of its tier; blocks go by their dense ids."""
+    """What a policy may know of the blocks of its tier; blocks go by their dense ids.
+
+    A policy gets its view when it is made and may ask it at any time about blocks that were inserted and not removed.
+    """
 
     def pinned(self, block: int) -> bool:
         """Whether the block must stay for now (leased, being written or read)."""
@@ -16,7 +19,7 @@ class EvictableView(Protocol):
         ...
 
     def parent(self, block: int) -> int:
-        """The block before it in its prefix, or -1."""
+        """The block before it in its prefix, in this tier or not, or -1."""
         ...
 
     def size_bytes(self, block: int) -> int: ...
@@ -26,20 +29,23 @@ class EvictionPolicy(Protocol):
     """Knows the blocks of one tier and which to give up next. Not thread-safe."""
 
     def on_insert(self, blocks: Sequence[int]) -> None:
-        """New in the tier, in prefix order."""
+        """New in the tier, in prefix order; the view counts them already."""
         ...
 
     def on_access(self, blocks: Sequence[int]) -> None:
-        """Used again, in prefix order."""
+        """Used again, in prefix order. Blocks that are not in the tier are passed over."""
         ...
 
-    def on_remove(self, block: int) -> None: ...
+    def on_remove(self, block: int) -> None:
+        """Leaves the tier; the view still knows it. A block that is not in the tier is passed over."""
+        ...
 
-    def victims(self, bytes_needed: int, view: EvictableView) -> list[int]:
+    def victims(self, bytes_needed: int) -> list[int]:
         """Return blocks to evict, in this order, that free at least `bytes_needed`; [] if not so much can be freed.
 
-        All or nothing, and leaf blocks first: no returned block has a child that stays, so a tier remains
-        closed under prefixes.
+        All or nothing, and leaf blocks first: no returned block has a child that stays, so a tier remains closed under
+        prefixes. Nothing is removed: the caller does that, or not, and says so by `on_remove`. The time it takes is
+        bounded, so where very much is pinned [] may also mean that it was not found; asking again goes on looking.
         """
         ...
 

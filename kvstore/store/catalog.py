@@ -6,12 +6,13 @@ One owner thread. Columns indexed by a dense id, not one object per block. An en
                                  └------abort_write---> (absent)
 
 WRITING is invisible to lookups but for PENDING. An entry lives while a tier holds the block, somebody writes or pins
-it, or an entry exists that names it as its parent; without a copy it is a ghost and counts as missing.
+it, a session names it, or an entry exists that names it as its parent; without a copy it is a ghost and counts as
+missing.
 Does not cover: bytes and places (tiers), who may pin (lease.py), when to evict (demoter.py).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.block import BlockMeta
-from kvstore.core.key import BlockKey
+from kvstore.core.key import KEY_BYTES, BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.index import Ids, KeyIndex
 
 STORED_TIERS = (TierKind.RAM, TierKind.SSD, TierKind.S3)
 _MAX_REASONS = 65_536
+_MAX_NAMESPACES = 4096  # each engine that attaches may bring one, so there must be an end
+_MAX_DEPTH = (1 << 31) - 1
 _NO_PARENT = -1
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -59,6 +62,7 @@ class Catalog:
         self._pins: Ids = np.zeros(rows, dtype=np.int32)
         self._parent: Ids = np.full(rows, _NO_PARENT, dtype=np.int32)
         self._links: Ids = np.zeros(rows, dtype=np.int32)
+        # ~depth where the entry is known only as the parent of another.
         self._depth: Ids = np.zeros(rows, dtype=np.int32)
         self._namespace: npt.NDArray[np.int16] = np.full(rows, -1, dtype=np.int16)
         self._session_refs: Ids = np.zeros(rows, dtype=np.int32)
@@ -69,9 +73,12 @@ class Catalog:
     # ------------------------------------------------------------ namespaces
 
     def namespace_id(self, digest: bytes, payload_bytes: int, root: bytes = b"") -> int:
-        """Return the id of the namespace, adding it if new; -1 if it is known with another block size."""
+        """Return the id of the namespace, adding it if new; -1 if it is known with another block size, or if there are
+        too many."""
         known = self._namespace_ids.get(digest)
         if known is None:
+            if payload_bytes <= 0 or len(self.namespaces) >= _MAX_NAMESPACES:
+                return -1
             known = len(self.namespaces)
             self._namespace_ids[digest] = known
             self.namespaces.append(NamespaceInfo(digest, root, payload_bytes))
@@ -167,29 +174,51 @@ class Catalog:
     def ensure(self, meta: BlockMeta) -> int:
         """Return the id of the block, adding an entry without copies if there is none.
 
-        Returns -1 where the key is known with another identity (namespace, size, depth or parent): whoever says so
-        is mistaken, and the entry stays as it is.
+        Returns -1 where the key or its parent is known with another identity (namespace, size, depth or parent):
+        whoever says so is mistaken, and all entries stay as they are.
         """
         root = meta.parent if meta.depth == 0 else b""
         namespace = self.namespace_id(meta.namespace, meta.payload_bytes, root)
-        if namespace < 0 or (root and root != self.namespaces[namespace].root):
+        if namespace < 0 or (root and root != self.namespaces[namespace].root) or not 0 <= meta.depth <= _MAX_DEPTH:
             return -1
         block = self._index.find(meta.key)
+        if block >= 0 and (self._namespace[block] != namespace or self._known_depth(block) != meta.depth):
+            return -1
+        if block >= 0 and self._depth[block] >= 0:
+            return block if not meta.depth or self._parent_key(block) == meta.parent else -1
+        parent = _NO_PARENT
+        if meta.depth:
+            parent = self._ensure_parent(meta, namespace)
+            if parent == _NO_PARENT:
+                return -1
         if block < 0:
             block = self._add(meta.key, namespace)
-        elif self._namespace[block] != namespace:
-            return -1
-        if self._depth[block] < 0:  # a ghost that was known only as a parent
-            self._depth[block] = meta.depth
-            if meta.depth:
-                self._link(block, self._ensure_parent(meta, namespace))
-        elif self._depth[block] != meta.depth or (meta.depth and self._parent_key(block) != meta.parent):
-            return -1
+        self._depth[block] = meta.depth
+        if parent != _NO_PARENT:
+            self._link(block, parent)
         return block
 
-    def discard_unused(self, block: int) -> None:
-        """Undo an `ensure` that came to nothing: remove the entry unless something keeps it."""
-        self._collect(block)
+    def ensure_prefix(self, digest: bytes, root: bytes, payload_bytes: int, keys: bytes) -> Ids:
+        """`ensure` for all blocks of one prefix, given as joined keys; ends before the first that answers -1.
+
+        The ids are told apart; as long as nothing else keeps them, entries without copies live until the next call.
+        """
+        namespace = self.namespace_id(digest, payload_bytes, root)
+        if namespace < 0:
+            return np.zeros(0, dtype=np.int32)
+        ids = self.find_joined(keys, namespace)
+        before = np.concatenate(([_NO_PARENT], ids[:-1]))
+        is_known = (ids >= 0) & (self._depth[ids] == np.arange(len(ids))) & (self._parent[ids] == before)
+        gaps = np.flatnonzero(~is_known)
+        blocks: list[int] = []
+        for depth in range(int(gaps[0]) if len(gaps) else len(ids), len(ids)):
+            key = BlockKey(keys[depth * KEY_BYTES : (depth + 1) * KEY_BYTES])
+            parent = BlockKey(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES] if depth else root)
+            block = self.ensure(BlockMeta(key, parent, digest, depth, payload_bytes))
+            if block < 0:
+                break
+            blocks.append(block)
+        return np.concatenate((ids[: len(ids) if not len(gaps) else int(gaps[0])], np.array(blocks, dtype=np.int32)))
 
     def begin_write(self, block: int) -> None:
         assert not self._writing[block]
@@ -236,18 +265,23 @@ class Catalog:
         self._pins[block] -= 1
         self._collect(block)
 
-    def add_session_refs(self, blocks: Sequence[int], change: int) -> None:
-        for block in blocks:
-            self._session_refs[block] += change
-            assert self._session_refs[block] >= 0
-        for block in reversed(blocks):
-            self._collect(block)
+    def add_session_refs(self, blocks: Ids, change: int) -> None:
+        """`blocks` are those of one session, in prefix order, so none comes twice."""
+        self._session_refs[blocks] += change
+        assert not len(blocks) or self._session_refs[blocks].min() >= 0
+        if change < 0:
+            for block in blocks[::-1].tolist():
+                self._collect(block)
 
     def check_integrity(self) -> None:
         """Recount what is kept incrementally; for tests and `kvstore verify`."""
         rows = np.arange(len(self._residency))
-        live = (self._namespace >= 0) & (self._depth >= -1)
-        known = live & np.array([self._index.find(self._index.key(int(r))) == r for r in rows])
+        known = (self._namespace >= 0) & np.array([self._index.find(self._index.key(int(r))) == r for r in rows])
+        assert int(known.sum()) == len(self._index), "the index knows another number of blocks"
+        for column in (self._residency, self._writing, self._pins, self._links, self._session_refs):
+            assert not column[~known].any(), "an entry that ended still counts for something"
+        kept = self._residency | self._writing | (self._pins > 0) | (self._links > 0) | (self._session_refs > 0)
+        assert kept[known].all(), "an entry is kept by nothing"
         parents = self._parent[known & (self._parent >= 0)]
         assert (np.bincount(parents, minlength=len(rows)) == self._links).all(), "links differ from a recount"
         for tier in STORED_TIERS:
@@ -256,6 +290,16 @@ class Catalog:
             recount = np.bincount(self._parent[held & (self._parent >= 0)], minlength=len(rows))
             assert (recount == self._children[tier]).all(), f"{tier.label}: children differ from a recount"
 
+    def check_uses(self, pins: Mapping[int, int], writing: Collection[int], session_refs: Mapping[int, int]) -> None:
+        """Assert that exactly these pins, writes and references are there; for tests."""
+        for name, column, wanted in (
+            ("pins", self._pins, pins),
+            ("writing", self._writing, dict.fromkeys(writing, 1)),
+            ("session references", self._session_refs, session_refs),
+        ):
+            found = {int(block): int(column[block]) for block in np.flatnonzero(column)}
+            assert found == dict(wanted), f"{name} of blocks: {found}, and {dict(wanted)} by their owners"
+
     # ------------------------------------------------------------ private
 
     def _add(self, key: BlockKey, namespace: int) -> int:
@@ -263,14 +307,25 @@ class Catalog:
         if block >= len(self._residency):
             self._grow(self._index.capacity)
         self._namespace[block] = namespace
-        self._depth[block] = -1
         self._parent[block] = _NO_PARENT
         self._reasons.pop(key, None)
         return block
 
     def _ensure_parent(self, meta: BlockMeta, namespace: int) -> int:
+        """Depths go down by one from child to parent, so chains of parents have an end."""
         parent = self._index.find(meta.parent)
-        return self._add(meta.parent, namespace) if parent < 0 else parent
+        if parent >= 0:
+            is_right = self._namespace[parent] == namespace and self._known_depth(parent) == meta.depth - 1
+            return parent if is_right else _NO_PARENT
+        if meta.parent == meta.key:
+            return _NO_PARENT
+        parent = self._add(meta.parent, namespace)
+        self._depth[parent] = ~(meta.depth - 1)
+        return parent
+
+    def _known_depth(self, block: int) -> int:
+        depth = int(self._depth[block])
+        return depth if depth >= 0 else ~depth
 
     def _link(self, block: int, parent: int) -> None:
         self._parent[block] = parent
@@ -288,9 +343,10 @@ class Catalog:
             self._reasons.popitem(last=False)
 
     def _collect(self, block: int) -> None:
-        """Remove the entry, and then its parents, as far as nothing keeps them."""
+        """Remove the entry, and then its parents, as far as nothing keeps them. An entry that has ended stays so."""
         while block != _NO_PARENT and not (
-            self._residency[block]
+            self._namespace[block] < 0
+            or self._residency[block]
             or self._writing[block]
             or self._pins[block]
             or self._links[block]

@@ -5,7 +5,7 @@ speak of; how much is under way is bounded by the links' windows. A block whose 
 due for S3 is loaded from SSD first.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvstore.core.outcome import Outcome, TierKind
@@ -17,9 +17,13 @@ from kvstore.store.room import Room
 from tiers.ram import RamTier
 
 _RETRY_AFTER_S = 1.0
+# About as long as the tier takes to delete what is to make room.
+_ROOM_AFTER_S = 0.01
 _MAX_TRIES = 5
-# One refusal for want of space frees room for this many blocks.
-_FREE_BLOCKS_AT_ONCE = 16
+# Blocks that are being loaded in order to be written take slots from those that somebody waits for.
+_MAX_LOADING = 8
+# One turn of the control loop looks at no more blocks that cannot be copied now.
+_MAX_PASSED = 64
 
 
 class Demoter:
@@ -34,6 +38,7 @@ class Demoter:
         room: Room,
         loader: Loader,
         on_fault: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._tier = tier
         self._catalog = catalog
@@ -42,94 +47,114 @@ class Demoter:
         self._room = room
         self._loader = loader
         self._on_fault = on_fault
-        self._queue: deque[int] = deque()
-        self._queued: set[int] = set()
+        self._clock = clock
+        self._queue: OrderedDict[int, None] = OrderedDict()
+        self._failed: dict[int, None] = {}
         self._under_way: set[int] = set()
+        self._loading = 0
         self._tries: dict[int, int] = {}
+        self._is_refused = False
         self._not_before = 0.0
         self.may_exist: set[int] = set()
 
     def __len__(self) -> int:
         """How many blocks are still to be copied."""
-        return len(self._queued) + len(self._under_way)
+        return len(self._queue) + len(self._failed) + len(self._under_way)
 
     def wants(self, block: int) -> bool:
-        return block in self._queued or block in self._under_way
+        return block in self._queue or block in self._under_way or block in self._failed
+
+    def holds(self, block: int) -> bool:
+        """Whether the block's copy in RAM should wait for us: not while the tier takes nothing, since that may last."""
+        return self._link.ready and not self._is_refused and self.wants(block)
 
     def add(self, block: int) -> None:
         """Copy the block down soon. Nothing is pinned while it waits: if the block goes first, it is not copied."""
         if not self.wants(block) and not self._catalog.resident(block, self._tier):
-            self._queue.append(block)
-            self._queued.add(block)
+            self._queue[block] = None
 
     def forget(self, block: int) -> None:
-        """The block is to be deleted: what has not begun is not copied any more."""
-        self._queued.discard(block)
+        """The block is to be deleted, or its id ends: what has not begun is not copied any more."""
+        self._queue.pop(block, None)
+        self._failed.pop(block, None)
+        if block not in self._under_way:
+            self._tries.pop(block, None)
+            self.may_exist.discard(block)
 
     def pump(self, now: float) -> None:
         if now < self._not_before:
             return
-        while self._queue and self._link.store_room():
-            block = self._queue.popleft()
-            if block not in self._queued:
-                continue
+        for block in reversed(self._failed):  # to the front, in the order they had
+            self._queue[block] = None
+            self._queue.move_to_end(block, last=False)
+        self._failed.clear()
+        passed = 0
+        while passed < min(_MAX_PASSED, len(self._queue)) and self._loading < _MAX_LOADING and self._link.store_room():
+            block, _ = self._queue.popitem(last=False)
             if block in self._room.deleting[self._tier]:
-                self._queue.append(block)
-                return
-            self._queued.discard(block)
-            if not self._catalog.resident(block, self._tier):
-                self._begin(block, now)
+                self._queue[block] = None  # once the old copy is gone
+                passed += 1
+            elif not self._catalog.resident(block, self._tier):
+                passed += not self._begin(block)
 
     # ------------------------------------------------------------ private
 
-    def _begin(self, block: int, now: float) -> None:
+    def _begin(self, block: int) -> bool:
         self._under_way.add(block)
         if self._catalog.resident(block, TierKind.RAM):
-            self._write(block, now)
-            return
-        outcome = self._loader.load(block, lambda block, outcome, _: self._loaded(block, outcome, now))
+            self._write(block)
+            return True
+        self._loading += 1
+        outcome = self._loader.load(block, self._loaded)
         if outcome != Outcome.OK:
-            self._under_way.discard(block)
-            self._tries.pop(block, None)
+            self._loaded(block, outcome, self._tier)
+        return outcome == Outcome.OK
 
-    def _loaded(self, block: int, outcome: Outcome, now: float) -> None:
+    def _loaded(self, block: int, outcome: Outcome, _: TierKind) -> None:
+        self._loading -= 1
         if outcome == Outcome.OK:
-            self._write(block, now)
+            self._write(block)
         else:
-            self._under_way.discard(block)
-            self._tries.pop(block, None)
+            self._give_up(block)
 
-    def _write(self, block: int, now: float) -> None:
+    def _write(self, block: int) -> None:
         slot = self._ram.slot(self._catalog.key(block))
         assert slot is not None, "the catalog says RAM, the RAM tier has no slot"
         self._catalog.pin(block)
         meta = ops.PackedMeta.pack(self._catalog.meta(block))
         op = ops.Write(self._link.next_op(), meta, slot.offset, may_exist=block in self.may_exist)
-        self._link.store(op, lambda result: self._written(block, Outcome(result.outcome), now))
+        self._link.store(op, lambda result: self._written(block, Outcome(result.outcome)))
 
-    def _written(self, block: int, outcome: Outcome, now: float) -> None:
-        self._under_way.discard(block)
-        self.may_exist.discard(block)
+    def _written(self, block: int, outcome: Outcome) -> None:
         if outcome in (Outcome.OK, Outcome.EXISTS):
-            self._tries.pop(block, None)
-            self._catalog.set_resident(block, self._tier)
-            if self._tier in self._room.policies:
-                self._room.policies[self._tier].on_insert([block])
+            self._is_refused = False
+            self._give_up(block)
+            if not self._catalog.resident(block, self._tier):
+                self._catalog.set_resident(block, self._tier)
+                if self._tier in self._room.policies:
+                    self._room.policies[self._tier].on_insert([block])
         else:
-            self._failed(block, outcome, now)
+            self._on_fault(f"{self._tier.label}_write_{outcome.label}")
+            self._try_again(block, outcome)
         self._catalog.unpin(block)
 
-    def _failed(self, block: int, outcome: Outcome, now: float) -> None:
-        self._on_fault(f"{self._tier.label}_write_{outcome.label}")
-        tries = self._tries.get(block, 0) + 1
-        full = outcome == Outcome.FULL
-        if full and self._tier == TierKind.SSD:
-            full = not self._room.free_ssd(_FREE_BLOCKS_AT_ONCE * self._catalog.size_bytes(block))
-        if tries >= _MAX_TRIES:
-            self._tries.pop(block, None)
+    def _try_again(self, block: int, outcome: Outcome) -> None:
+        # As much room as all that is under way may need: the others are about to be refused too.
+        wanted_bytes = len(self._under_way) * self._catalog.size_bytes(block)
+        if outcome == Outcome.FULL and self._tier == TierKind.SSD and self._room.free_ssd(wanted_bytes):
+            self._under_way.discard(block)
+            self._failed[block] = None
+            self._not_before = self._clock() + _ROOM_AFTER_S
             return
-        self._tries[block] = tries
-        if outcome != Outcome.FULL or full:
-            self._not_before = now + _RETRY_AFTER_S
-        self._queue.appendleft(block)
-        self._queued.add(block)
+        self._is_refused = True
+        self._not_before = self._clock() + _RETRY_AFTER_S
+        tries = self._tries.get(block, 0) + 1
+        self._give_up(block)
+        if tries < _MAX_TRIES:
+            self._tries[block] = tries
+            self._failed[block] = None
+
+    def _give_up(self, block: int) -> None:
+        self._under_way.discard(block)
+        self._tries.pop(block, None)
+        self.may_exist.discard(block)

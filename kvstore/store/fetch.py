@@ -29,6 +29,7 @@ class _Fetch:
     waiting: dict[int, list[int]] = field(default_factory=dict)
     askers: dict[int, Asker] = field(default_factory=dict)
     landed: list[Slot] = field(default_factory=list)
+    is_announced: bool = False
 
 
 class Fetches:
@@ -87,12 +88,13 @@ class Fetches:
         return min((fetch.deadline for fetch in self._running.values()), default=None)
 
     def flush(self) -> None:
-        """Send what has landed since the last turn."""
+        """Send what has landed since the last turn, and at first in any case, so that the engine learns the lease."""
         for number, fetch in list(self._running.items()):
             done = not fetch.waiting
-            if fetch.landed or done:
+            if fetch.landed or done or not fetch.is_announced:
                 fetch.reply(Landed(number, fetch.landed, done))
                 fetch.landed = []
+                fetch.is_announced = True
             if done:
                 del self._running[number]
                 if not fetch.lease.blocks:

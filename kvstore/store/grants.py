@@ -24,9 +24,12 @@ class Grants:
 
     def give(self, engine: Engine, keys: list[BlockKey], parent: BlockKey, depth: int) -> list[Slot]:
         """Answer per key of consecutive blocks: OK with a slot to write to, or why not."""
-        slots = []
+        slots: list[Slot] = []
+        is_full = False
         for index, key in enumerate(keys):
-            slots.append(self._give(engine, key, parent, depth + index, index))
+            slots.append(self._give(engine, key, parent, depth + index, index, is_full))
+            # They are of one size, so after the first that found no room none of the others looks for it.
+            is_full = is_full or slots[-1].outcome == Outcome.BUSY
             parent = key
         return slots
 
@@ -49,17 +52,17 @@ class Grants:
             self._abandon(BlockKey(key), grant)
         engine.grants.clear()
 
-    def _give(self, engine: Engine, key: BlockKey, parent: BlockKey, depth: int, index: int) -> Slot:
+    def _give(self, engine: Engine, key: BlockKey, parent: BlockKey, depth: int, index: int, is_full: bool) -> Slot:
         info = self._catalog.namespaces[engine.namespace]
         block = self._catalog.ensure(BlockMeta(key, parent, info.digest, depth, info.payload_bytes))
         if block < 0:
             return Slot(index, Outcome.REJECTED)
-        if self._catalog.writing(block):
-            return Slot(index, Outcome.PENDING)
         if self._catalog.residency(block):
             return Slot(index, Outcome.EXISTS)
+        if self._catalog.writing(block):
+            return Slot(index, Outcome.PENDING)
         self._catalog.begin_write(block)
-        slot = self._room.reserve(block)
+        slot = None if is_full else self._room.reserve(block)
         if slot is None:
             self._catalog.abort_write(block)
             return Slot(index, Outcome.BUSY)

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 from kvstore.store.catalog import Catalog
 
+# Whoever fetches and never releases comes up against this before the table of leases grows without bound.
+MAX_LEASES = 16_384
+_LOOK_EVERY_S = 0.5
+
 
 @dataclass(slots=True)
 class Lease:
@@ -29,11 +33,13 @@ class LeaseTable:
         self._catalog = catalog
         self._numbers = itertools.count(1)
         self._leases: dict[int, Lease] = {}
+        self._next_look = 0.0
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def open(self, owner: int, deadline: float) -> Lease:
+        """The caller sees to MAX_LEASES."""
         lease = Lease(next(self._numbers), owner, deadline)
         self._leases[lease.number] = lease
         return lease
@@ -59,8 +65,16 @@ class LeaseTable:
         self.unpin(lease, list(lease.blocks))
         self._leases.pop(lease.number, None)
 
+    def pinned(self) -> list[int]:
+        """All pinned blocks, each as often as it is pinned."""
+        return [block for lease in self._leases.values() for block in lease.blocks.values()]
+
     def of(self, owner: int) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.owner == owner]
 
     def expired(self, now: float) -> list[Lease]:
+        """Return the leases whose deadline has passed, at most half a second late: there may be many to look at."""
+        if now < self._next_look:
+            return []
+        self._next_look = now + _LOOK_EVERY_S
         return [lease for lease in self._leases.values() if lease.deadline <= now]

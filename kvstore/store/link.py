@@ -28,6 +28,12 @@ _RESTART_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # While loads keep coming, a batch of stores still goes out this often, so that blocks become durable.
 _STORE_AT_LEAST_EVERY_S = 0.25
 MAX_WAITING_LOADS = 65_536
+# Of records, which go out at once, no more than this many are under way.
+MAX_RECORDS = 1024
+# What a process said last is on its way for a moment after its end.
+_LAST_WORDS_S = 0.05
+# A worker that lived so long did not die of how it was started.
+_LONG_LIFE_S = 60.0
 
 OnResult = Callable[[ops.Result], None]
 SubmitOp = ops.Read | ops.Write | ops.Delete | ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Recover
@@ -41,6 +47,7 @@ class _Out:
     num_bytes: int
     is_load: bool = False
     is_store: bool = False
+    is_record: bool = False
 
 
 class WorkerLink:
@@ -82,41 +89,48 @@ class WorkerLink:
         self._loads_out = 0
         self._stores_out = 0
         self._stores_out_bytes = 0
+        self._stores_waiting_bytes = 0
+        self._records_out = 0
         self._last_store = 0.0
         self._restarts = 0
+        self._started_at = 0.0
         self._restart_at: float | None = None
+        self._gone_at: float | None = None
         self._stopping = False
 
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        socket_path = Path(self._settings.socket.removeprefix("ipc://"))
-        with contextlib.suppress(FileNotFoundError):
-            socket_path.unlink()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.bind(self._settings.socket)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.store.worker"], stdin=subprocess.PIPE, env=_worker_environment()
-        )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(msgspec.json.encode(self._settings))
-        self._pidfd = os.pidfd_open(self._process.pid)
+        """Start the worker; one that cannot be started now counts as one that died."""
+        self._started_at = self._clock()
         self._restart_at = None
+        self._socket = self._context.socket(zmq.PAIR)
+        try:
+            socket_path = Path(self._settings.socket.removeprefix("ipc://"))
+            socket_path.unlink(missing_ok=True)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.SNDHWM, 0)
+            self._socket.bind(self._settings.socket)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvstore.store.worker"], stdin=subprocess.PIPE, env=_worker_environment()
+            )
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+                pipe.write(msgspec.json.encode(self._settings))
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except (OSError, zmq.ZMQError) as error:
+            self.failure = f"the worker cannot be started: {error}"
+            self._lost()
 
     def sources(self) -> "list[zmq.Socket[bytes] | int]":
         """What to poll for: call `receive` when one of these is readable."""
-        return [] if self._socket is None else [self._socket, self._pidfd]
+        if self._socket is None:
+            return []
+        return [self._socket] if self._gone_at is not None else [self._socket, self._pidfd]
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._out or self._loads or self._stores)
 
     def request_stop(self) -> None:
         """Ask the worker to finish what it has begun and to leave; never blocks."""
@@ -162,24 +176,36 @@ class WorkerLink:
             out.on_result(ops.Result(op.op, Outcome.CANCELLED))
 
     def store(self, op: ops.Write | ops.Delete, on_result: OnResult) -> None:
-        """Queue a write or delete; whoever calls bounds how many (see `store_room`)."""
+        """Queue a write or delete, for later where the tier is down; the caller bounds how many (see `store_room`)."""
         num_bytes = op.meta.payload_bytes if isinstance(op, ops.Write) else 0
+        self._stores_waiting_bytes += num_bytes
         self._stores.append((op, _Out(on_result, num_bytes, is_store=True)))
 
     def store_room(self) -> bool:
-        """Whether another write would go out soon, rather than wait here."""
-        return self.ready and not self._stores and self._window_open()
+        """Whether another write would go out soon, with those that wait already, rather than wait here."""
+        return (
+            self.ready
+            and self._stores_out + len(self._stores) < self._store_window_ops
+            and self._stores_out_bytes + self._stores_waiting_bytes < self._store_window_bytes
+        )
 
     def record(self, op: ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Recover, on_result: OnResult) -> None:
-        """Send at once: records are small and somebody waits for them. UNAVAILABLE at once where the tier is down."""
+        """Send at once: records are small and somebody waits for them. UNAVAILABLE at once where the tier is down, BUSY
+        where MAX_RECORDS are under way."""
         if not self.ready:
             on_result(ops.Result(op.op, Outcome.UNAVAILABLE))
-            return
-        self._send([(op, _Out(on_result, 0))])
+        elif self._records_out >= MAX_RECORDS:
+            on_result(ops.Result(op.op, Outcome.BUSY))
+        else:
+            self._records_out += 1
+            self._send([(op, _Out(on_result, 0, is_record=True))])
 
     def pump(self) -> None:
         """Send what the windows allow; start a dead worker again when it is time."""
         now = self._clock()
+        if self._gone_at is not None and now >= self._gone_at + _LAST_WORDS_S:
+            self.receive()
+            self._lost()
         if self._restart_at is not None and now >= self._restart_at:
             self.start()
         if not self.ready:
@@ -193,13 +219,14 @@ class WorkerLink:
             op, out = self._stores.popleft()
             self._stores_out += 1
             self._stores_out_bytes += out.num_bytes
+            self._stores_waiting_bytes -= out.num_bytes
             self._last_store = now
             batch.append((op, out))
         if batch:
             self._send(batch)
 
     def receive(self) -> None:
-        """Take in all answers that are there, then notice whether the process is gone."""
+        """Take in all answers that are there, and notice whether the process is gone."""
         if self._socket is None:
             return
         while True:
@@ -209,8 +236,8 @@ class WorkerLink:
                 break
             for reply in ops.reply_decoder.decode(frame):
                 self._handle(reply)
-        if self._process is not None and self._process.poll() is not None:
-            self._lost()
+        if self._gone_at is None and self._process is not None and self._process.poll() is not None:
+            self._gone_at = self._clock()
 
     # ------------------------------------------------------------ private
 
@@ -229,7 +256,6 @@ class WorkerLink:
             case ops.Ready():
                 self.ready = True
                 self.failure = ""
-                self._restarts = 0
             case ops.Failed():
                 self.failure = reply.message
                 self.is_fatal = reply.fatal
@@ -252,6 +278,7 @@ class WorkerLink:
             self.bytes_out += out.num_bytes if result.outcome == Outcome.OK else 0
         else:
             self._stores_out -= out.is_store
+            self._records_out -= out.is_record
             self._stores_out_bytes -= out.num_bytes
             self.bytes_in += out.num_bytes if result.outcome == Outcome.OK else 0
         out.on_result(result)
@@ -261,20 +288,26 @@ class WorkerLink:
         if self._socket is None:
             return
         self.ready = False
+        self._gone_at = None
         self._socket.close()
         self._socket = None
-        os.close(self._pidfd)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
         waiting = [(op.op, out) for op, out in (*self._loads, *self._stores)]
         failed = [*self._out.items(), *waiting]
         self._out, self._loads, self._stores = {}, deque(), deque()
-        self._loads_out = self._stores_out = self._stores_out_bytes = 0
-        for op, out in failed:
-            out.on_result(ops.Result(op, Outcome.UNAVAILABLE))
+        self._loads_out = self._stores_out = self._records_out = 0
+        self._stores_out_bytes = self._stores_waiting_bytes = 0
         if not self._stopping:
+            now = self._clock()
+            self._restarts = 0 if now - self._started_at > _LONG_LIFE_S else self._restarts
             delay = _RESTART_AFTER_S[min(self._restarts, len(_RESTART_AFTER_S) - 1)]
             self._restarts += 1
-            self._restart_at = self._clock() + delay
+            self._restart_at = now + delay
             _log.warning("%s: the worker is gone (%s); another starts in %.1f s", self.kind.label, self.failure, delay)
+        for op, out in failed:
+            out.on_result(ops.Result(op, Outcome.UNAVAILABLE))
 
 
 def _worker_environment() -> dict[str, str]:

@@ -69,6 +69,8 @@ class Loader:
             return Outcome.UNAVAILABLE if self._catalog.residency(block) else Outcome.MISS
         if self._catalog.writing(block):
             return Outcome.PENDING
+        if self._catalog.size_bytes(block) > self._ram.max_slot_bytes:
+            return Outcome.FULL  # stored when RAM was larger; waiting for a slot would never end
         started = _Load(block, tier, [asker])
         self._loads[block] = started
         # From here on the entry stays: WRITING keeps it, and keeps its other copies from being evicted.

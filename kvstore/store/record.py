@@ -1,17 +1,29 @@
-"""The stored form of a session, and the names under which tiers keep it."""
+"""The stored form of a session, and the names under which tiers keep it.
+
+    magic, version | xxh3 of what follows | the record as msgpack
+
+The checksum is ours, since neither LMDB nor every bucket verifies what it gives back, and a flipped bit in a token id
+would send a chat on with another prompt.
+"""
 
 import hashlib
+import math
+import struct
 
 import msgspec
+import xxhash
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import ProtocolError
-from kvstore.core.key import BlockKey, split_keys
+from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.wire import ChatMessage, ErrorCode
 
 RECORD_PREFIX = "sessions/"
-RECORD_VERSION = 1
+_MAGIC = b"KVSESS1\n"
+_SEAL = struct.Struct("<8sQ")
 _MAX_ID_CHARS = 200
+MAX_REVISION = 1 << 53
+MAX_TTL_S = 1e10
 
 SessionKey = tuple[str, bytes, str]
 """(tenant, namespace digest, id): who guesses an id of another tenant or model finds nothing."""
@@ -24,7 +36,6 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     `s3_etag` are the local copy's memory of what it last put or saw there.
     """
 
-    version: int = RECORD_VERSION
     id: str
     tenant: str
     namespace: bytes
@@ -58,9 +69,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def continues(self, other: "SessionRecord") -> bool:
         """Whether this is a later state of the same conversation, so nothing of `other` is lost by replacing it."""
-        mine = [(message.role, message.content, message.token_ids) for message in self.messages]
-        theirs = [(message.role, message.content, message.token_ids) for message in other.messages]
-        return mine[: len(theirs)] == theirs
+        return self.messages[: len(other.messages)] == other.messages
 
 
 def record_name(key: SessionKey) -> str:
@@ -72,23 +81,55 @@ def record_name(key: SessionKey) -> str:
 
 
 def encode(record: SessionRecord) -> bytes:
-    return msgspec.msgpack.encode(record)
+    body = msgspec.msgpack.encode(record)
+    return _SEAL.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body
 
 
 def decode(data: bytes) -> SessionRecord | None:
-    """Return None for what is no session record of this version: it counts as missing, never as a fault of ours."""
+    """Return None for what is no session record of this version, or not whole: it counts as missing, never as a fault
+    of ours."""
+    if len(data) < _SEAL.size:
+        return None
+    magic, checksum = _SEAL.unpack_from(data)
+    body = data[_SEAL.size :]
+    if magic != _MAGIC or checksum != xxhash.xxh3_64_intdigest(body):
+        return None
     try:
-        record = _decoder.decode(data)
-        record.metas()
+        record = _decoder.decode(body)
     except (msgspec.DecodeError, ValueError):
         return None
-    return record if record.version == RECORD_VERSION else None
+    return record if _is_sound(record) else None
 
 
 def check_id(session_id: str) -> None:
     """Raise ProtocolError (bad_request) unless the id is 1 to 200 printable characters."""
     if not 0 < len(session_id) <= _MAX_ID_CHARS or not session_id.isprintable():
         raise ProtocolError(ErrorCode.BAD_REQUEST, f"a session id has 1 to {_MAX_ID_CHARS} printable characters")
+
+
+def check_tenant(tenant: str) -> None:
+    """Raise ProtocolError (bad_request) unless the tenant has at most 200 printable characters."""
+    if len(tenant) > _MAX_ID_CHARS or not tenant.isprintable():
+        raise ProtocolError(ErrorCode.BAD_REQUEST, f"a tenant has at most {_MAX_ID_CHARS} printable characters")
+
+
+def _is_sound(record: SessionRecord) -> bool:
+    """Whether the rest of the store may rely on it, whoever wrote it."""
+    try:
+        check_id(record.id)
+        check_tenant(record.tenant)
+    except ProtocolError:
+        return False
+    return (
+        len(record.namespace) == len(record.root) == KEY_BYTES
+        and len(record.keys) % KEY_BYTES == 0
+        and record.payload_bytes > 0
+        and 0 <= record.revision < MAX_REVISION
+        and record.s3_blocks >= 0
+        and 0.0 <= record.ttl_s <= MAX_TTL_S
+        and math.isfinite(record.created_s)
+        and math.isfinite(record.last_turn_s)
+    )
 
 
 _decoder = msgspec.msgpack.Decoder(SessionRecord)

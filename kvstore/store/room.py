@@ -1,12 +1,11 @@
 """Makes room in RAM and on SSD: asks the tier's eviction policy for victims and frees them.
 
-    RAM   a block may go if no engine uses it and another tier has it, or no other tier can take it now
+    RAM   a block may go if no engine uses it and another tier has it, or no other tier will take it soon
     SSD   a block may go if nobody reads it; what S3 lacks is dropped with it
 
 Freeing RAM is immediate. Freeing SSD space is a delete in the worker's queue, ahead of the writes that need it.
 """
 
-import logging
 from collections.abc import Callable, Iterable
 
 from kvstore.core.outcome import Outcome, TierKind
@@ -17,8 +16,13 @@ from policies.base import EvictionPolicy
 from policies.eviction.lru import Lru
 from tiers.ram import RamTier, SlotRef
 
-_log = logging.getLogger(__name__)
 _SLOWER = tier_bit(TierKind.SSD) | tier_bit(TierKind.S3)
+# A delete that the tier could not carry out is tried again after these.
+_DELETE_AGAIN_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+# No more than this share of the SSD is given up at once.
+_SSD_SHARE_AT_ONCE = 16
+
+Deleted = Callable[[TierKind, bool], None]
 
 
 class _View:
@@ -41,15 +45,28 @@ class _View:
 class Room:
     """Owned by the control thread. Knows the order of blocks in RAM and on SSD; counts what it evicts."""
 
-    def __init__(self, catalog: Catalog, ram: RamTier, links: dict[TierKind, WorkerLink]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        ram: RamTier,
+        links: dict[TierKind, WorkerLink],
+        is_awaited: Callable[[int], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """`is_awaited` says whether a slower tier is about to copy the block from RAM."""
         self._catalog = catalog
         self._ram = ram
         self._links = links
-        self.policies: dict[TierKind, EvictionPolicy] = {TierKind.RAM: Lru(), TierKind.SSD: Lru()}
+        self._is_awaited = is_awaited
+        self._clock = clock
+        self.policies: dict[TierKind, EvictionPolicy] = {
+            TierKind.RAM: Lru(_View(catalog, TierKind.RAM, self._is_only_copy)),
+            TierKind.SSD: Lru(_View(catalog, TierKind.SSD, lambda block: False)),
+        }
         self.evicted = dict.fromkeys((TierKind.RAM, TierKind.SSD, TierKind.S3), 0)
         self.deleting: dict[TierKind, set[int]] = {TierKind.SSD: set(), TierKind.S3: set()}
-        self._ram_view = _View(catalog, TierKind.RAM, self._only_copy)
-        self._ssd_view = _View(catalog, TierKind.SSD, lambda block: block in self.deleting[TierKind.SSD])
+        self._ssd_bytes_deleting = 0
+        self._again: list[tuple[float, Callable[[], None]]] = []
 
     # ------------------------------------------------------------ RAM
 
@@ -59,7 +76,7 @@ class Room:
         slot = self._ram.reserve(meta)
         needed_bytes = meta.payload_bytes
         while slot is None:
-            victims = self.policies[TierKind.RAM].victims(needed_bytes, self._ram_view)
+            victims = self.policies[TierKind.RAM].victims(needed_bytes)
             if not victims:
                 return None
             for victim in victims:
@@ -73,10 +90,9 @@ class Room:
         """Where RAM is fuller than `high`, evict what may go until it is at `low`, so that bursts find free slots."""
         usage = self._ram.usage()
         capacity = usage.capacity_bytes or 0
-        if usage.used_bytes <= high * capacity:
-            return
-        for victim in self._as_much_as_possible(int(usage.used_bytes - low * capacity)):
-            self.free_ram(victim, "evicted")
+        if usage.used_bytes > high * capacity:
+            for victim in self._as_much_as_possible(TierKind.RAM, int(usage.used_bytes - low * capacity)):
+                self.free_ram(victim, "evicted")
 
     def free_ram(self, block: int, reason: str) -> None:
         """The slot's generation is bumped before anybody else can get it."""
@@ -88,33 +104,26 @@ class Room:
     # ------------------------------------------------------------ SSD and S3
 
     def free_ssd(self, bytes_needed: int) -> bool:
-        """Begin to delete the coldest blocks; False where so much cannot be freed."""
-        victims = self.policies[TierKind.SSD].victims(bytes_needed, self._ssd_view)
-        self.delete(TierKind.SSD, victims, "evicted")
-        return bool(victims)
+        """Begin to delete the coldest blocks, beside what is being deleted already; False where nothing can be."""
+        capacity = self._links[TierKind.SSD].level.capacity_bytes or 0
+        bytes_needed = min(bytes_needed, capacity // _SSD_SHARE_AT_ONCE) - self._ssd_bytes_deleting
+        if bytes_needed > 0 or not self._ssd_bytes_deleting:
+            self.delete(TierKind.SSD, self._as_much_as_possible(TierKind.SSD, max(1, bytes_needed)), "evicted")
+        return self._ssd_bytes_deleting > 0
 
-    def delete(
-        self, tier: TierKind, blocks: Iterable[int], reason: str, done: Callable[[TierKind, bool], None] | None = None
-    ) -> None:
-        """Delete these blocks' copies in a slow tier. At once the catalog knows them no more; `done` is told per block
-        whether the tier forgot it too. One that fails to be deleted answers EXISTS when it is stored again."""
-        link = self._links[tier]
+    def delete(self, tier: TierKind, blocks: Iterable[int], reason: str, done: Deleted | None = None) -> None:
+        """Delete these blocks' copies in a slow tier. At once the catalog knows them no more; `done` is told once per
+        block whether the tier forgot it too. Where it did not, that is tried again some times; after that the copy
+        answers EXISTS when the block is stored again."""
         for block in blocks:
-            key = self._catalog.key(block)
             self._catalog.pin(block)
-            self._catalog.set_absent(block, tier, reason)
             if tier in self.policies:
                 self.policies[tier].on_remove(block)
+            self._catalog.set_absent(block, tier, reason)
             self.deleting[tier].add(block)
             self.evicted[tier] += 1
-
-            def finished(result: ops.Result, block: int = block) -> None:
-                self.deleting[tier].discard(block)
-                if done is not None:
-                    done(tier, result.outcome in (Outcome.OK, Outcome.MISS))
-                self._catalog.unpin(block)
-
-            link.store(ops.Delete(link.next_op(), key), finished)
+            self._ssd_bytes_deleting += self._catalog.size_bytes(block) if tier == TierKind.SSD else 0
+            self._delete(tier, block, done, 0)
 
     def lost(self, block: int, tier: TierKind, outcome: Outcome) -> None:
         """The tier turned out not to hold the block (any more)."""
@@ -122,21 +131,39 @@ class Room:
             self.policies[tier].on_remove(block)
         self._catalog.set_absent(block, tier, "corrupt" if outcome == Outcome.CORRUPT else "lost")
 
+    def pump(self, now: float) -> None:
+        """Try again what could not be deleted."""
+        due = [action for at, action in self._again if at <= now]
+        self._again = [(at, action) for at, action in self._again if at > now]
+        for action in due:
+            action()
+
     # ------------------------------------------------------------ private
 
-    def _only_copy(self, block: int) -> bool:
-        if self._catalog.residency(block) & _SLOWER:
-            return False
-        ssd = self._links.get(TierKind.SSD)
-        # While the disk takes blocks, wait for it rather than lose one; without it RAM is all there is.
-        return ssd is not None and ssd.ready
+    def _delete(self, tier: TierKind, block: int, done: Deleted | None, tries: int) -> None:
+        link = self._links[tier]
 
-    def _as_much_as_possible(self, wanted_bytes: int) -> list[int]:
+        def finished(result: ops.Result) -> None:
+            is_gone = result.outcome in (Outcome.OK, Outcome.MISS)
+            if done is not None:
+                done(tier, is_gone)
+            if not is_gone and tries < len(_DELETE_AGAIN_AFTER_S):
+                at = self._clock() + _DELETE_AGAIN_AFTER_S[tries]
+                self._again.append((at, lambda: self._delete(tier, block, None, tries + 1)))
+                return
+            self.deleting[tier].discard(block)
+            self._ssd_bytes_deleting -= self._catalog.size_bytes(block) if tier == TierKind.SSD else 0
+            self._catalog.unpin(block)
+
+        link.store(ops.Delete(link.next_op(), self._catalog.key(block)), finished)
+
+    def _is_only_copy(self, block: int) -> bool:
+        return not self._catalog.residency(block) & _SLOWER and self._is_awaited(block)
+
+    def _as_much_as_possible(self, tier: TierKind, wanted_bytes: int) -> list[int]:
         while wanted_bytes > 0:
-            victims = self.policies[TierKind.RAM].victims(wanted_bytes, self._ram_view)
+            victims = self.policies[tier].victims(wanted_bytes)
             if victims:
                 return victims
             wanted_bytes //= 2
-            if wanted_bytes < 4096:
-                break
         return []

@@ -13,17 +13,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvstore.core.errors import ProtocolError
+from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import TierKind
 from kvstore.store import record as records
-from kvstore.store.catalog import Catalog, tier_bit
+from kvstore.store.catalog import Catalog, NamespaceInfo, tier_bit
 from kvstore.store.index import Ids
-from kvstore.store.record import SessionKey, SessionRecord
+from kvstore.store.record import MAX_REVISION, MAX_TTL_S, SessionKey, SessionRecord
 from kvstore.wire import ErrorCode, SessionPut, SessionView
 
 _MAX_CACHED_BYTES = 64 << 20
+# Text that no tier has taken yet must stay in memory; past this much of it turns are refused.
+_MAX_UNSAVED_BYTES = 512 << 20
+# What a token id takes in a list of Python's.
+_TOKEN_BYTES = 36
 
 
 @dataclass(slots=True)
@@ -67,17 +70,20 @@ class SessionTable:
         max_sessions: int,
         max_tokens: int,
         wall_clock: Callable[[], float] = time.time,
+        max_unsaved_bytes: int = _MAX_UNSAVED_BYTES,
     ) -> None:
         self._catalog = catalog
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._wall_clock = wall_clock
+        self._max_unsaved_bytes = max_unsaved_bytes
         self._sessions: dict[SessionKey, Session] = {}
         # Records in memory, coldest first; one whose text is nowhere else stays.
         self._cache: OrderedDict[SessionKey, SessionRecord] = OrderedDict()
         self._cached_bytes = 0
-        self.dirty: set[SessionKey] = set()
+        # Newer here than in some tier, in the order in which they are looked at.
+        self.dirty: OrderedDict[SessionKey, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -140,23 +146,28 @@ class SessionTable:
 
     # ------------------------------------------------------------ changing
 
-    def put(self, put: SessionPut, root: bytes, model: str, payload_bytes: int) -> tuple[Session, bool]:
-        """Record a turn; return the session it went to and whether that is a fork. Raises ProtocolError."""
-        records.check_id(put.id)
-        if sum(len(message.token_ids) for message in put.messages) > self._max_tokens:
-            raise ProtocolError(ErrorCode.BAD_REQUEST, f"a session has at most {self._max_tokens} tokens")
+    def put(self, put: SessionPut, info: NamespaceInfo) -> tuple[Session, bool]:
+        """Record a turn; return the session it went to and whether that is a fork. Raises ProtocolError.
+
+        The same turn sent twice, since the first answer was lost, is recorded once.
+        """
+        self._check(put, info)
         now = self._wall_clock()
         key = (put.tenant, put.namespace, put.id)
         known = self._sessions.get(key)
+        if known is not None and not put.fork and self._has_recorded(known, put):
+            return known, False
         forked = put.fork or (known is not None and known.revision != put.revision)
         session_id, base = (self.fork_id(key), None) if forked else (put.id, known)
+        if base is None:
+            self._check_room()
         record = SessionRecord(
             id=session_id,
             tenant=put.tenant,
             namespace=put.namespace,
-            root=root,
-            model=model,
-            payload_bytes=payload_bytes,
+            root=info.root,
+            model=info.label,
+            payload_bytes=info.payload_bytes,
             revision=1 if forked else put.revision + 1,
             messages=put.messages,
             keys=put.keys,
@@ -169,19 +180,13 @@ class SessionTable:
             s3_etag="" if base is None else base.s3_etag,
         )
         session = self.adopt(record)
-        self.dirty.add(session.key)
-        self._drop_oldest()
+        self.mark_dirty(session.key)
         return session, forked
 
     def adopt(self, record: SessionRecord, ssd_revision: int | None = None) -> Session:
         """Enter a record as the newest of its session. `ssd_revision`: what of it is durable on SSD, where known."""
-        blocks = []
-        for meta in record.metas():
-            block = self._catalog.ensure(meta)
-            if block < 0:
-                break
-            self._catalog.add_session_refs([block], 1)
-            blocks.append(block)
+        blocks = self._catalog.ensure_prefix(record.namespace, record.root, record.payload_bytes, record.keys)
+        self._catalog.add_session_refs(blocks, 1)
         before = self._sessions.get(record.session_key)
         session = Session(
             key=record.session_key,
@@ -189,7 +194,7 @@ class SessionTable:
             revision=record.revision,
             num_messages=len(record.messages),
             num_tokens=sum(len(message.token_ids) for message in record.messages),
-            blocks=np.array(blocks, dtype=np.int32),
+            blocks=blocks,
             created_s=record.created_s,
             last_turn_s=record.last_turn_s,
             ttl_s=record.ttl_s,
@@ -201,12 +206,16 @@ class SessionTable:
         if before is not None:
             session.ssd_revision = before.ssd_revision
             session.is_putting = before.is_putting
-            self._catalog.add_session_refs(before.blocks.tolist(), -1)
+            self._catalog.add_session_refs(before.blocks, -1)
         if ssd_revision is not None:
             session.ssd_revision = ssd_revision
         self._sessions[session.key] = session
         self.remember(record)
         return session
+
+    def mark_dirty(self, key: SessionKey) -> None:
+        """Some tier lacks the newest state of this session."""
+        self.dirty[key] = None
 
     def remember(self, record: SessionRecord) -> None:
         """Keep the record in memory, within the cache's bound."""
@@ -227,13 +236,13 @@ class SessionTable:
         Their entries are pinned once, by the caller's leave, until the caller unpins them.
         """
         del self._sessions[session.key]
-        self.dirty.discard(session.key)
+        self.dirty.pop(session.key, None)
         cached = self._cache.pop(session.key, None)
         self._cached_bytes -= 0 if cached is None else _weight(cached)
         blocks = session.blocks.tolist()
         for block in blocks:
             self._catalog.pin(block)
-        self._catalog.add_session_refs(blocks, -1)
+        self._catalog.add_session_refs(session.blocks, -1)
         alone = [block for block in reversed(blocks) if self._catalog.session_refs(block) == 0]
         for block in set(blocks) - set(alone):
             self._catalog.unpin(block)
@@ -249,23 +258,58 @@ class SessionTable:
                 return forked
 
     def expired(self) -> list[Session]:
-        now = self._wall_clock()
-        return [s for s in self._sessions.values() if s.expires_s is not None and s.expires_s <= now]
+        return [session for session in self._sessions.values() if self.is_expired(session)]
+
+    def excess(self) -> list[Session]:
+        """Return those that were unused longest, as many as there are beyond `max_sessions`."""
+        num_excess = len(self._sessions) - self._max_sessions
+        if num_excess <= 0:
+            return []
+        unpinned = [session for session in self._sessions.values() if not session.pinned]
+        return sorted(unpinned, key=lambda session: session.last_turn_s)[:num_excess]
+
+    def is_expired(self, session: Session) -> bool:
+        return session.expires_s is not None and session.expires_s <= self._wall_clock()
 
     def age_s(self, session: Session) -> float:
         """Seconds since the session's last turn."""
         return self._wall_clock() - session.last_turn_s
 
-    def _drop_oldest(self) -> None:
-        if len(self._sessions) <= self._max_sessions:
-            return
-        unpinned = [session for session in self._sessions.values() if not session.pinned]
-        for session in sorted(unpinned, key=lambda s: s.last_turn_s)[: len(self._sessions) - self._max_sessions]:
-            session.ttl_s = 0.0  # the next expiry takes it
+    # ------------------------------------------------------------ private
+
+    def _check(self, put: SessionPut, info: NamespaceInfo) -> None:
+        records.check_id(put.id)
+        records.check_tenant(put.tenant)
+        num_tokens = sum(len(message.token_ids) for message in put.messages)
+        wrong = ""
+        if num_tokens > self._max_tokens:
+            wrong = f"a session has at most {self._max_tokens} tokens"
+        elif len(put.keys) % KEY_BYTES or len(put.keys) // KEY_BYTES * info.block_tokens > num_tokens:
+            wrong = "keys are those of the full blocks of the session's tokens"
+        elif not 0 <= put.revision < MAX_REVISION:
+            wrong = "a revision is a number that the daemon has given, or 0"
+        elif not 0.0 <= put.ttl_s <= MAX_TTL_S:
+            wrong = "ttl_s is a number of seconds, or 0"
+        if wrong:
+            raise ProtocolError(ErrorCode.BAD_REQUEST, wrong)
+
+    def _check_room(self) -> None:
+        """Raise ProtocolError (busy) where one more session could only be kept by losing what must be kept."""
+        if self._cached_bytes > self._max_unsaved_bytes:
+            raise ProtocolError(ErrorCode.BUSY, "no tier takes the sessions that are held in memory")
+        if len(self._sessions) >= self._max_sessions and all(session.pinned for session in self._sessions.values()):
+            raise ProtocolError(ErrorCode.BUSY, f"{self._max_sessions} sessions are pinned already")
+
+    def _has_recorded(self, session: Session, put: SessionPut) -> bool:
+        if session.revision != put.revision + 1:
+            return False
+        record = self._cache.get(session.key)
+        return record is not None and record.keys == put.keys and record.messages == put.messages
 
     def _all_in(self, session: Session, tier: TierKind) -> bool:
         return bool((self._catalog.residency_of(session.blocks) & tier_bit(tier)).all())
 
 
 def _weight(record: SessionRecord) -> int:
-    return sum(len(message.content) + 8 * len(message.token_ids) for message in record.messages) + len(record.keys)
+    texts = sum(len(message.content) + _TOKEN_BYTES * len(message.token_ids) for message in record.messages)
+    return texts + len(record.keys)

@@ -6,6 +6,7 @@ framing (daemon.py). One owner thread; a request is answered through `reply`, at
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvstore import wire
@@ -20,13 +21,13 @@ from kvstore.store.engines import Engine, EngineTable
 from kvstore.store.evict import Eviction, check_order
 from kvstore.store.fetch import MAX_FETCHES, Fetches, Reply
 from kvstore.store.grants import Grants
-from kvstore.store.lease import LeaseTable
+from kvstore.store.lease import MAX_LEASES, LeaseTable
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
-from kvstore.store.record import SessionRecord
+from kvstore.store.record import RECORD_PREFIX
 from kvstore.store.room import Room
-from kvstore.store.session import Session, SessionTable
-from kvstore.store.session_sync import SessionSync
+from kvstore.store.session import SessionTable
+from kvstore.store.session_requests import SessionRequests
 from kvstore.store.snapshot import error_counts, ram_stats, session_counts, slow_tier_stats
 from kvstore.store.stats import Counts, RequestStats
 from kvstore.version import VERSION
@@ -52,6 +53,7 @@ class Store:
         links: dict[TierKind, WorkerLink],
         engines: EngineTable,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
         self._epoch = epoch
@@ -67,24 +69,26 @@ class Store:
         self._ram_bytes_in = self._ram_bytes_out = 0
         self._demoters: dict[TierKind, Demoter] = {}
         self._catalog = catalog = Catalog(self._on_removed)
-        self._room = Room(catalog, ram, links)
+        self._room = Room(catalog, ram, links, self._is_awaited, clock)
         self._loader = Loader(catalog, ram, links, self._room, self._on_loaded, self._on_lost)
         self._grants = Grants(catalog, ram, self._room)
         self._leases = LeaseTable(catalog)
         self._fetches = Fetches(catalog, ram, self._loader, self._leases)
         for tier, link in links.items():
-            self._demoters[tier] = Demoter(tier, catalog, ram, link, self._room, self._loader, self._errors.add)
-        self._sessions = SessionTable(
+            self._demoters[tier] = Demoter(tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock)
+        self._session_table = SessionTable(
             catalog,
             ttl_s=config.sessions.ttl_s,
             max_sessions=config.sessions.max_sessions,
             max_tokens=config.sessions.max_tokens_per_session,
+            wall_clock=wall_clock,
         )
-        self._sync = SessionSync(catalog, self._sessions, links, self._demoters.get(TierKind.S3), self._errors.add)
-        # Blocks that are to be deleted everywhere but are in use; each is pinned once by us.
-        self._doomed: set[int] = set()
+        self.sessions = SessionRequests(
+            self._session_table, catalog, links, self._demoters, self._room, self._errors.add, clock
+        )
         self._next_liveness = self._next_housekeeping = self._next_expiry = 0.0
         self._was_ready = dict.fromkeys(links, False)
+        self.is_recovered = TierKind.SSD not in links
 
     # ------------------------------------------------------------ the control loop
 
@@ -92,7 +96,6 @@ class Store:
         """Do what has become due; called after every batch of messages, and at `next_deadline` at the latest."""
         now = self._clock()
         self._fetches.expire(now)
-        self._sync.expire(now)
         if now >= self._next_liveness:
             self._next_liveness = now + _LIVENESS_EVERY_S
             for engine in self._engines.dead():
@@ -101,17 +104,18 @@ class Store:
                 self.detach(engine)
         if now >= self._next_expiry:
             self._next_expiry = now + _EXPIRY_EVERY_S
-            for session in self._sessions.expired():
-                self._delete_session(session)
+            self.sessions.expire(now)
+            self._write_down_again()
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_EVERY_S
             self._room.keep_below(self._config.ram.high_watermark, self._config.ram.low_watermark)
-            self._delete_doomed()
+            self._room.pump(now)
+            self.sessions.housekeeping()
         for tier, link in self._links.items():
             if link.ready and not self._was_ready[tier] and tier == TierKind.SSD:
-                self._write_down(self._catalog.blocks_only_in_ram())
+                self._on_ssd_ready(link)
             self._was_ready[tier] = link.ready
-        self._sync.pump(now)
+        self.sessions.turn(now)
         self._loader.pump()
         for demoter in self._demoters.values():
             demoter.pump(now)
@@ -121,9 +125,9 @@ class Store:
 
     def next_deadline(self) -> float:
         """When `turn` must be called even if nothing happens."""
-        busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self._sessions.dirty
+        busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self.sessions.is_busy
         deadlines = [self._clock() + (0.02 if busy else _HOUSEKEEPING_EVERY_S)]
-        for deadline in (self._fetches.next_deadline(), self._sync.next_deadline()):
+        for deadline in (self._fetches.next_deadline(), self.sessions.next_deadline()):
             if deadline is not None:
                 deadlines.append(deadline)
         return min(deadlines)
@@ -135,17 +139,21 @@ class Store:
             block = self._catalog.ensure(packed.unpack())
             if block < 0:
                 self._errors.add("ssd_recovered_inconsistent")
-                continue
-            self._catalog.set_resident(block, TierKind.SSD)
-            inserted.append(block)
+            elif block not in self._room.deleting[TierKind.SSD] and not self._catalog.resident(block, TierKind.SSD):
+                self._catalog.set_resident(block, TierKind.SSD)
+                inserted.append(block)
         self._room.policies[TierKind.SSD].on_insert(inserted)
         for data in reply.records:
-            self._sync.recover(data)
+            self.sessions.recover(data)
+
+    def drain(self) -> None:
+        """Nothing new is stored from here on; see `is_drained`."""
+        self.sessions.drain()
 
     def is_drained(self) -> bool:
         """Whether everything that was stored is as far down as it will go: nothing is lost if we stop now."""
         blocks_wait = any(len(demoter) for tier, demoter in self._demoters.items() if self._links[tier].ready)
-        return not blocks_wait and not self._loader and not self._sync.has_work()
+        return not blocks_wait and not self._loader and not self.sessions.has_work()
 
     # ------------------------------------------------------------ engines
 
@@ -160,9 +168,11 @@ class Store:
                 "with this ram.size; raise it, or lower the block tokens",
             )
         namespace = self._catalog.namespace_id(spec.digest, spec.block_bytes, spec.root)
+        if namespace < 0:
+            raise ProtocolError(ErrorCode.BAD_REQUEST, "this namespace has another block size, or there are too many")
         info = self._catalog.namespaces[namespace]
-        if namespace < 0 or info.root != spec.root or info.block_tokens not in (0, spec.block_tokens):
-            raise ProtocolError(ErrorCode.BAD_REQUEST, "this namespace is known with another block size or root")
+        if info.root != spec.root or info.block_tokens not in (0, spec.block_tokens):
+            raise ProtocolError(ErrorCode.BAD_REQUEST, "this namespace is known with another root or block tokens")
         info.label, info.block_tokens = spec.label[:200], spec.block_tokens
         engine = self._engines.attach(namespace, request.name[:200], request.liveness_file)
         _log.info("engine %d (%s) attached to %s", engine.incarnation, engine.name, info.label)
@@ -190,8 +200,8 @@ class Store:
         keys = _checked_keys(request.keys)
         if not 0.0 < request.deadline_s <= 600.0:
             raise ProtocolError(ErrorCode.BAD_REQUEST, "deadline_s lies between 0 and 600 seconds")
-        if len(self._fetches) >= MAX_FETCHES:
-            raise ProtocolError(ErrorCode.BUSY, f"{MAX_FETCHES} fetches are running")
+        if len(self._fetches) >= MAX_FETCHES or len(self._leases) >= MAX_LEASES:
+            raise ProtocolError(ErrorCode.BUSY, f"{MAX_FETCHES} fetches are running, or too many were not released")
         now = self._clock()
         touched = self._fetches.begin(keys, engine.namespace, engine.incarnation, now, request.deadline_s, reply)
         self._ram_bytes_out += len(touched) * self._catalog.namespaces[engine.namespace].payload_bytes
@@ -248,63 +258,14 @@ class Store:
         for kind, number in request.errors.items():
             self._errors.add(kind, number)
 
-    # ------------------------------------------------------------ sessions
-
-    def session_get(self, request: wire.SessionGet, reply: Reply) -> None:
-        if not 0.0 < request.deadline_s <= 60.0:
-            raise ProtocolError(ErrorCode.BAD_REQUEST, "deadline_s lies between 0 and 60 seconds")
-
-        def got(record: SessionRecord | None) -> None:
-            session = None if record is None else self._sessions.get(record.session_key)
-            if record is None or session is None:
-                reply(wire.Error(ErrorCode.NOT_FOUND, f"no session {request.id!r}"))
-            else:
-                reply(wire.SessionFound(self._sessions.view(session, record)))
-
-        if request.namespace:
-            key = (request.tenant, request.namespace, request.id)
-            self._sync.get(key, self._clock(), request.deadline_s, got)
-        else:
-            self._sync.read(self._sessions.find(request.id, request.tenant, b""), got)
-
     def session_put(self, engine: Engine, request: wire.SessionPut) -> wire.SessionSaved:
-        info = self._catalog.namespaces[engine.namespace]
-        if request.namespace != info.digest:
-            raise ProtocolError(ErrorCode.BAD_REQUEST, "an engine records sessions of its own namespace only")
-        if request.keys:
-            _checked_keys(request.keys)
-        session, forked = self._sessions.put(request, info.root, info.label, info.payload_bytes)
-        return wire.SessionSaved(session.key[2], session.revision, forked)
-
-    def session_list(self, request: wire.SessionList) -> wire.Sessions:
-        chosen = [s for s in self._sessions if request.tenant is None or s.key[0] == request.tenant]
-        chosen.sort(key=lambda session: session.last_turn_s, reverse=True)
-        views = [self._sessions.view(session) for session in chosen[: max(0, min(request.limit, 10_000))]]
-        return wire.Sessions(views, len(chosen))
-
-    def session_pin(self, request: wire.SessionPin, reply: Reply) -> None:
-        session = self._sessions.find(request.id, request.tenant, request.namespace)
-
-        def got(record: SessionRecord | None) -> None:
-            if record is None:
-                reply(wire.Error(ErrorCode.NOT_FOUND, f"the record of session {request.id!r} cannot be read now"))
-                return
-            self._sync.set_pinned(record, request.pinned)
-            reply(wire.Done())
-
-        self._sync.read(session, got)
-
-    def session_delete(self, request: wire.SessionDelete) -> wire.SessionDeleted:
-        session = self._sessions.find(request.id, request.tenant, request.namespace)
-        num_blocks = len(session.blocks)
-        deleted = self._delete_session(session)
-        return wire.SessionDeleted(deleted, num_blocks - deleted)
+        return self.sessions.put(request, self._catalog.namespaces[engine.namespace])
 
     # ------------------------------------------------------------ operation
 
     def evict(self, request: wire.Evict, reply: Reply) -> None:
         check_order(request, self._links)
-        Eviction(self._catalog, self._room, request, self._doomed, reply)
+        Eviction(self._catalog, self._room, request, self.sessions.doomed, reply)
 
     def stats(self) -> wire.StatsReply:
         ram = ram_stats(self._catalog, self._ram, self._room, self._requests)
@@ -335,15 +296,21 @@ class Store:
                 "tiers": tiers,
                 "requests": self._requests.snapshot(),
                 "errors": error_counts(self._errors, self._links),
-                "sessions": session_counts(self._sessions),
+                "sessions": session_counts(self._session_table),
                 "store": {"blocks_stored": self._blocks_stored, "refused": self._refused.snapshot()},
             }
         )
 
     def check_integrity(self) -> None:
-        """Catalog against RAM tier and its own recounts; for tests, when nothing is under way."""
+        """Catalog against RAM tier, leases, grants and sessions, and its own recounts; for tests, when nothing is being
+        copied."""
         self._catalog.check_integrity()
         self._ram.check_integrity()
+        pins = Counter(self._leases.pinned())
+        pins.update([*self.sessions.doomed, *self._room.deleting[TierKind.SSD], *self._room.deleting[TierKind.S3]])
+        writing = {grant.block for engine in self._engines for grant in engine.grants.values()}
+        refs = Counter(block for session in self._session_table for block in session.blocks.tolist())
+        self._catalog.check_uses(pins, writing, refs)
         in_ram = {self._catalog.key(block) for block in self._catalog.blocks_resident(TierKind.RAM)}
         reserved = sum(len(engine.grants) for engine in self._engines) + len(self._loader)
         assert self._ram.contains(list(in_ram)) == [Outcome.OK] * len(in_ram)
@@ -354,6 +321,29 @@ class Store:
             )
 
     # ------------------------------------------------------------ private
+
+    def _on_ssd_ready(self, link: WorkerLink) -> None:
+        """The SSD tier has been opened, at the start or again: learn what it holds, and copy what it missed."""
+        if not self.is_recovered:
+            link.record(ops.Recover(link.next_op(), RECORD_PREFIX), self._on_recovered)
+        self._write_down(self._catalog.blocks_only_in_ram())
+
+    def _on_recovered(self, result: ops.Result) -> None:
+        if result.outcome != Outcome.OK:
+            return  # the worker died; the next one is asked again
+        self.is_recovered = True
+        # Nothing is known of when a block was used last, but when its session was is.
+        for session in sorted(self._session_table, key=lambda session: session.last_turn_s):
+            self._room.policies[TierKind.SSD].on_access(session.blocks.tolist())
+
+    def _write_down_again(self) -> None:
+        """Give blocks another chance that the SSD tier refused until nobody tried any more."""
+        demoter = self._demoters.get(TierKind.SSD)
+        if demoter is not None and not len(demoter):
+            self._write_down(self._catalog.blocks_only_in_ram())
+
+    def _is_awaited(self, block: int) -> bool:
+        return any(demoter.holds(block) for demoter in self._demoters.values())
 
     def _write_down(self, blocks: Iterable[int]) -> None:
         """Every block goes to SSD; without one, sessions bring theirs to the bucket themselves (session_sync.py)."""
@@ -376,32 +366,6 @@ class Store:
     def _on_removed(self, block: int) -> None:
         for demoter in self._demoters.values():
             demoter.forget(block)
-
-    def _delete_session(self, session: Session) -> int:
-        """Return how many blocks go with it."""
-        self._sync.delete(session)
-        alone = self._sessions.remove(session)
-        for block in alone:
-            for demoter in self._demoters.values():
-                demoter.forget(block)
-        self._doomed.update(alone)
-        self._delete_doomed()
-        return len(alone)
-
-    def _delete_doomed(self) -> None:
-        """Delete, in every tier, the blocks of deleted sessions that nobody uses any more."""
-        for block in list(self._doomed):
-            if self._catalog.session_refs(block):
-                self._doomed.discard(block)  # a new session has come to share it
-                self._catalog.unpin(block)
-            elif self._catalog.pins(block) == 1 and not self._catalog.writing(block):
-                self._doomed.discard(block)
-                for tier in (TierKind.SSD, TierKind.S3):
-                    if self._catalog.resident(block, tier) and tier in self._links:
-                        self._room.delete(tier, [block], "deleted")
-                if self._catalog.resident(block, TierKind.RAM):
-                    self._room.free_ram(block, "deleted")
-                self._catalog.unpin(block)
 
 
 def _checked_keys(keys: bytes) -> bytes:

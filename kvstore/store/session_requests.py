@@ -1,0 +1,209 @@
+"""What clients ask about sessions, and what becomes of the blocks of sessions that end.
+
+Covers: get, put, list, pin, delete, expiry. Does not cover: the table (session.py), finding records (session_read.py),
+keeping them (session_sync.py).
+"""
+
+from collections.abc import Callable, Collection
+
+from kvstore import wire
+from kvstore.core.errors import ProtocolError
+from kvstore.core.key import KEY_BYTES
+from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store.catalog import Catalog, NamespaceInfo
+from kvstore.store.demoter import Demoter
+from kvstore.store.fetch import Reply
+from kvstore.store.link import WorkerLink
+from kvstore.store.record import SessionKey, SessionRecord
+from kvstore.store.room import Room
+from kvstore.store.session import Session, SessionTable
+from kvstore.store.session_read import SessionReader
+from kvstore.store.session_removal import SessionRemovals
+from kvstore.store.session_sync import SessionSync
+from kvstore.wire import ErrorCode
+
+_PIN_DEADLINE_S = 5.0
+_EXPIRED_AT_ONCE = 64
+_EXPIRY_CHECK_EVERY_S = 60.0
+_MAX_LISTED = 1000
+"""So many views fit into one message, whatever their names."""
+
+
+class SessionRequests:
+    """Owned by the control thread."""
+
+    def __init__(
+        self,
+        table: SessionTable,
+        catalog: Catalog,
+        links: dict[TierKind, WorkerLink],
+        demoters: dict[TierKind, Demoter],
+        room: Room,
+        on_fault: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._table = table
+        self._catalog = catalog
+        self._links = links
+        self._demoters = demoters
+        self._room = room
+        self._clock = clock
+        to_bucket = demoters.get(TierKind.S3)
+        self._removals = SessionRemovals(links, on_fault, clock)
+        self._reader = SessionReader(catalog, table, links, self._removals, to_bucket, on_fault, self._forget)
+        self._sync = SessionSync(catalog, table, links, self._reader, self._removals, to_bucket, on_fault, clock)
+        # Blocks that are to be deleted everywhere but are in use; each is pinned once by us.
+        self._doomed: set[int] = set()
+        self._expiring: set[SessionKey] = set()
+
+    # ------------------------------------------------------------ the control loop
+
+    def turn(self, now: float) -> None:
+        self._reader.expire(now)
+        self._sync.pump(now)
+
+    def housekeeping(self) -> None:
+        self._removals.pump()
+        self._delete_doomed()
+
+    def expire(self, now: float) -> None:
+        """End the sessions whose time is over, and those beyond the number that may be kept."""
+        for session in self._table.excess():
+            if self._table.durable(session) == "s3":
+                self._forget(session)
+            else:
+                self._delete(session)
+        for session in self._table.expired():
+            if not session.s3_etag or TierKind.S3 not in self._links:
+                self._delete(session)
+            elif len(self._expiring) < _EXPIRED_AT_ONCE:
+                self._expire_unless_newer(session, now)
+
+    def next_deadline(self) -> float | None:
+        return self._reader.next_deadline()
+
+    @property
+    def doomed(self) -> Collection[int]:
+        """Blocks that are only waited for in order to be deleted."""
+        return self._doomed
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._table.dirty)
+
+    def has_work(self) -> bool:
+        return self._sync.has_work()
+
+    def drain(self) -> None:
+        self._sync.drain()
+
+    def recover(self, data: bytes) -> None:
+        self._reader.recover(data)
+
+    # ------------------------------------------------------------ requests
+
+    def get(self, request: wire.SessionGet, reply: Reply) -> None:
+        if not 0.0 < request.deadline_s <= 60.0:
+            raise ProtocolError(ErrorCode.BAD_REQUEST, "deadline_s lies between 0 and 60 seconds")
+
+        def got(found: SessionRecord | Outcome) -> None:
+            session = None if isinstance(found, Outcome) else self._table.get(found.session_key)
+            if isinstance(found, Outcome) or session is None:
+                reply(_not_got(request.id, found))
+            else:
+                reply(wire.SessionFound(self._table.view(session, found)))
+
+        now = self._clock()
+        if request.namespace:
+            self._reader.get((request.tenant, request.namespace, request.id), now, request.deadline_s, got)
+        else:
+            self._reader.read(self._table.find(request.id, request.tenant, b""), now, request.deadline_s, got)
+
+    def put(self, request: wire.SessionPut, info: NamespaceInfo) -> wire.SessionSaved:
+        if request.namespace != info.digest:
+            raise ProtocolError(ErrorCode.BAD_REQUEST, "an engine records sessions of its own namespace only")
+        if len(request.keys) > wire.MAX_KEYS * KEY_BYTES:
+            raise ProtocolError(ErrorCode.BAD_REQUEST, f"a session has at most {wire.MAX_KEYS} blocks")
+        session, forked = self._table.put(request, info)
+        return wire.SessionSaved(session.key[2], session.revision, forked)
+
+    def list(self, request: wire.SessionList) -> wire.Sessions:
+        chosen = [s for s in self._table if request.tenant is None or s.key[0] == request.tenant]
+        chosen.sort(key=lambda session: session.last_turn_s, reverse=True)
+        views = [self._table.view(session) for session in chosen[: max(0, min(request.limit, _MAX_LISTED))]]
+        return wire.Sessions(views, len(chosen))
+
+    def pin(self, request: wire.SessionPin, reply: Reply) -> None:
+        session = self._table.find(request.id, request.tenant, request.namespace)
+
+        def got(found: SessionRecord | Outcome) -> None:
+            if isinstance(found, Outcome):
+                reply(_not_got(request.id, found))
+                return
+            self._sync.set_pinned(found, request.pinned)
+            reply(wire.Done())
+
+        self._reader.read(session, self._clock(), _PIN_DEADLINE_S, got)
+
+    def delete(self, request: wire.SessionDelete, reply: Reply) -> None:
+        """Answered once no restart of this daemon can bring the session back."""
+        session = self._table.find(request.id, request.tenant, request.namespace)
+        num_blocks = len(session.blocks)
+        self._delete(session, lambda deleted: reply(wire.SessionDeleted(deleted, num_blocks - deleted)))
+
+    # ------------------------------------------------------------ private
+
+    def _expire_unless_newer(self, session: Session, now: float) -> None:
+        """The session may have gone on at another daemon, and then it is that one's to end."""
+        if session.key in self._expiring or now - session.checked_at < _EXPIRY_CHECK_EVERY_S:
+            return
+        self._expiring.add(session.key)
+
+        def answered(did_answer: bool) -> None:
+            self._expiring.discard(session.key)
+            current = self._table.get(session.key)
+            if not did_answer:
+                session.checked_at = now
+            elif current is not None and self._table.is_expired(current):
+                self._delete(current)
+
+        self._reader.check(session.key, now, answered)
+
+    def _forget(self, session: Session) -> None:
+        """Know the session no more. Its blocks stay where they are, as long as they are not evicted."""
+        self._removals.remove(session, self._links.keys() & {TierKind.SSD}, lambda: None)
+        for block in self._table.remove(session):
+            self._catalog.unpin(block)
+
+    def _delete(self, session: Session, done: Callable[[int], None] = lambda _: None) -> None:
+        """Delete the record and the blocks that no other session holds; `done` is told how many those are."""
+        alone = self._table.remove(session)
+        for block in alone:
+            for demoter in self._demoters.values():
+                demoter.forget(block)
+            if block in self._doomed:
+                self._catalog.unpin(block)  # pinned for the same reason already
+        self._doomed.update(alone)
+        self._delete_doomed()
+        self._removals.remove(session, self._links.keys(), lambda: done(len(alone)))
+
+    def _delete_doomed(self) -> None:
+        """Delete, in every tier, the blocks of deleted sessions that nobody uses any more."""
+        for block in list(self._doomed):
+            if self._catalog.session_refs(block):
+                self._doomed.discard(block)  # a new session has come to share it
+                self._catalog.unpin(block)
+            elif self._catalog.pins(block) == 1 and not self._catalog.writing(block):
+                self._doomed.discard(block)
+                for tier in (TierKind.SSD, TierKind.S3):
+                    if self._catalog.resident(block, tier) and tier in self._links:
+                        self._room.delete(tier, [block], "deleted")
+                if self._catalog.resident(block, TierKind.RAM):
+                    self._room.free_ram(block, "deleted")
+                self._catalog.unpin(block)
+
+
+def _not_got(session_id: str, found: object) -> wire.Error:
+    if found == Outcome.UNAVAILABLE:
+        return wire.Error(ErrorCode.BUSY, f"session {session_id!r} cannot be read now; try again")
+    return wire.Error(ErrorCode.NOT_FOUND, f"no session {session_id!r}")

@@ -1,0 +1,101 @@
+"""A tier and a record store in memory, with a capacity, for tests of what stands above them."""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+from kvstore.core.block import BlockMeta
+from kvstore.core.errors import TierUnavailable
+from kvstore.core.key import BlockKey
+from kvstore.core.outcome import Outcome, TierKind
+from tiers.base import Record, Usage
+
+
+class MemoryTier:
+    """Implements `tiers.base.Tier`. What it holds survives being wrapped anew, as a disk survives a restart."""
+
+    def __init__(self, kind: TierKind, capacity_bytes: int | None = None) -> None:
+        self.kind = kind
+        self.capacity_bytes = capacity_bytes
+        self.blocks: dict[BlockKey, tuple[BlockMeta, bytes]] = {}
+        self.most_bytes = 0
+
+    def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        return [Outcome.OK if key in self.blocks else Outcome.MISS for key in keys]
+
+    def read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
+        return [self._read(meta, view) for meta, view in zip(blocks, into, strict=True)]
+
+    def write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
+        return [self._write(meta, view) for meta, view in zip(blocks, payloads, strict=True)]
+
+    def delete(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        return [Outcome.MISS if self.blocks.pop(key, None) is None else Outcome.OK for key in keys]
+
+    def usage(self) -> Usage:
+        return Usage(len(self.blocks), self._used_bytes(), self.capacity_bytes)
+
+    def recover(self) -> Iterator[BlockMeta]:
+        return iter([meta for meta, _ in self.blocks.values()])
+
+    def close(self) -> None:
+        pass
+
+    def _used_bytes(self) -> int:
+        return sum(meta.payload_bytes for meta, _ in self.blocks.values())
+
+    def _read(self, meta: BlockMeta, view: memoryview) -> Outcome:
+        found = self.blocks.get(meta.key)
+        if found is None:
+            return Outcome.MISS
+        if found[0] != meta:
+            del self.blocks[meta.key]
+            return Outcome.CORRUPT
+        view[:] = found[1]
+        return Outcome.OK
+
+    def _write(self, meta: BlockMeta, view: memoryview) -> Outcome:
+        if meta.key in self.blocks:
+            return Outcome.EXISTS
+        if self.capacity_bytes is not None and self._used_bytes() + meta.payload_bytes > self.capacity_bytes:
+            return Outcome.FULL
+        self.blocks[meta.key] = (meta, bytes(view))
+        self.most_bytes = max(self.most_bytes, self._used_bytes())
+        return Outcome.OK
+
+
+class MemoryRecords:
+    """Implements `tiers.base.RecordStore`. With `is_down` every call raises TierUnavailable."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.is_down = False
+        self._counter = 0
+        self._lock = threading.Lock()
+
+    def put(self, name: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str | None:
+        self._check()
+        with self._lock:
+            present = self.records.get(name)
+            if if_absent and present is not None:
+                return None
+            if if_match is not None and (present is None or present.etag != if_match):
+                return None
+            self._counter += 1
+            self.records[name] = Record(data, f"etag-{self._counter}")
+            return self.records[name].etag
+
+    def get(self, name: str) -> Record | None:
+        self._check()
+        return self.records.get(name)
+
+    def names(self, prefix: str) -> Iterator[str]:
+        self._check()
+        return iter(sorted(name for name in self.records if name.startswith(prefix)))
+
+    def delete(self, name: str) -> bool:
+        self._check()
+        return self.records.pop(name, None) is not None
+
+    def _check(self) -> None:
+        if self.is_down:
+            raise TierUnavailable("down")
