@@ -3,12 +3,13 @@
 A block whose every other copy would go too is kept, unless the order says to drop it; so is one in use.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.outcome import TierKind
 from kvstore.store.catalog import STORED_TIERS, Catalog, tier_bit
 from kvstore.store.fetch import Reply
+from kvstore.store.link import WorkerLink
 from kvstore.store.room import Room
 from kvstore.wire import ErrorCode, Evict, Evicted
 
@@ -58,13 +59,17 @@ class Eviction:
             self._reply(Evicted(self._freed, self._kept))
 
 
-def check_order(order: Evict, configured: Collection[TierKind]) -> None:
-    """Raise ProtocolError (bad_request) where the order names a tier that there is not."""
+def check_order(order: Evict, links: Mapping[TierKind, WorkerLink]) -> None:
+    """Raise ProtocolError: bad_request where the order names a tier that there is not, busy where one is down."""
     known = {tier.label: tier for tier in STORED_TIERS}
     for name in order.tiers:
         if name not in known:
             raise ProtocolError(ErrorCode.BAD_REQUEST, f"no tier is called {name!r}; tiers are {', '.join(known)}")
-        if known[name] != TierKind.RAM and known[name] not in configured:
+        if known[name] == TierKind.RAM:
+            continue
+        if known[name] not in links:
             raise ProtocolError(ErrorCode.BAD_REQUEST, f"the tier {name} is not configured")
+        if not links[known[name]].ready:
+            raise ProtocolError(ErrorCode.BUSY, f"the tier {name} does not answer now; try again later")
     if not order.tiers:
         raise ProtocolError(ErrorCode.BAD_REQUEST, "name at least one tier")

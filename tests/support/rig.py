@@ -16,6 +16,7 @@ import zmq
 
 from kvstore import wire
 from kvstore.config import Config, RamConfig, SessionsConfig, SsdConfig
+from kvstore.core.errors import ProtocolError
 from kvstore.core.key import BlockKey, Namespace, join_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
@@ -29,7 +30,7 @@ from tiers.base import RecordStore, Tier
 from tiers.ram import RamTier
 from tiers.region import Region
 
-_MANY_TURNS = 2000
+_MANY_TURNS = 5000
 
 
 class Clock:
@@ -232,7 +233,11 @@ class Rig:
         spec = wire.NamespaceSpec(
             namespace.digest(), namespace.root(), namespace.model, namespace.block_tokens, namespace.block_bytes
         )
-        attached = self.store.attach(wire.Attach(spec, file_name, name))
+        try:
+            attached = self.store.attach(wire.Attach(spec, file_name, name))
+        except ProtocolError:
+            os.close(lock)
+            raise
         self._locks[attached.incarnation] = lock
         engine = self.engines.get(attached.incarnation)
         assert engine is not None

@@ -1,0 +1,80 @@
+"""Counters: what is counted under which name, and that no client can make them grow."""
+
+import math
+from typing import Any
+
+import pytest
+
+from kvstore.core.outcome import TierKind
+from kvstore.store.stats import Counts, RequestStats
+from kvstore.wire import Report
+
+
+def report(**changes: Any) -> Report:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "prompt_tokens": 100,
+        "hbm": 10,
+        "ram": 20,
+        "ssd": 30,
+        "s3": 0,
+        "recomputed": 40,
+        "miss": {"evicted": 40},
+        "plan": "load",
+        "ttft_s": 0.5,
+    }
+    return Report(**(fields | changes))
+
+
+def test_kinds_beyond_so_many_and_names_that_are_none_count_as_other() -> None:
+    counts = Counts()
+    for number in range(1000):
+        counts.add(f"kind_{number}")
+    for odd in ("", "a b", "x" * 65, "né", "new\nline", '"}'):
+        counts.add(odd)
+    counts.add("kind_3", 5)
+    counts.add("kind_3", -5)
+    snapshot = counts.snapshot()
+    assert len(snapshot) == 65 and snapshot["kind_3"] == 6
+    assert snapshot["other"] == 1000 - 64 + 6
+
+
+def test_a_count_never_leaves_what_json_can_say() -> None:
+    counts = Counts()
+    for _ in range(3):
+        counts.add("huge", 1 << 62)
+    assert counts.snapshot() == {"huge": 1 << 53}
+
+
+def test_reports_add_up_to_the_prompts() -> None:
+    stats = RequestStats()
+    stats.add(report())
+    stats.add(report(ttft_s=1.5, miss={"corrupt": 40}, plan="recompute"))
+    snapshot: Any = stats.snapshot()
+    assert snapshot["count"] == 2 and snapshot["prompt_tokens"] == 200 and snapshot["recomputed_tokens"] == 80
+    assert snapshot["hit_tokens"] == {"hbm": 20, "ram": 40, "ssd": 60, "s3": 0}
+    assert sum(snapshot["hit_tokens"].values()) + snapshot["recomputed_tokens"] == snapshot["prompt_tokens"]
+    assert snapshot["miss_tokens"] == {"corrupt": 40, "evicted": 40}
+    assert snapshot["plans"] == {"load": 1, "recompute": 1}
+    assert snapshot["ttft_s"] == {"sum": 2.0, "recent_p50": 1.0, "recent_p99": 0.5}
+    assert stats.hit_tokens(TierKind.SSD) == 60
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hbm": -1, "recomputed": 51},
+        {"prompt_tokens": 101},
+        {"prompt_tokens": 1 << 40, "recomputed": (1 << 40) - 60},
+        {"ttft_s": -0.1},
+        {"ttft_s": math.nan},
+        {"ttft_s": math.inf},
+        {"saved_prefill_s": math.nan},
+    ],
+)
+def test_a_report_that_makes_no_sense_counts_for_nothing(changes: dict[str, Any]) -> None:
+    stats = RequestStats()
+    before = stats.snapshot()
+    with pytest.raises(ValueError):
+        stats.add(report(**changes))
+    assert stats.snapshot() == before
