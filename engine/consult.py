@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from engine.chat import ASSISTANT, BadChat, Chat, Tokenizer, concatenate, match_history
 from engine.counters import Counters
-from engine.link import Links, Roots
+from engine.link import KVClient, Links, Roots
 from engine.request import Cached, Progress, Request
 from engine.resume import SessionKeeper
 from engine.turn import Ask, Refused, Saved, Turn
@@ -33,7 +33,9 @@ _Result = TypeVar("_Result")
 
 # A lookup may take this share of what computing the prompt would, within these bounds.
 _LOOKUP_SHARE = 0.05
-_MIN_LOOKUP_S, _MAX_LOOKUP_S = 0.03, 0.25
+_MIN_LOOKUP_S, _MAX_LOOKUP_S = 0.05, 0.25
+# Who pins the plan to fetching wants the bytes, not the fastest answer.
+_PINNED_LOOKUP_S = 2.0
 _IDLE_S = 1.0
 
 
@@ -71,6 +73,9 @@ class Consult:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._links = None if roots is None else Links(roots)
+        # For looking whether the daemon is back: a client that got no answer leaves the daemon alone for a while, and
+        # that must not hit the next request.
+        self._scouts = None if roots is None else Links(roots)
         self._namespace = namespace
         self._namespaces: dict[str, tuple[Namespace, BlockKey]] = {}
         self._chat = chat
@@ -138,8 +143,9 @@ class Consult:
         try:
             self._serve()
         finally:
-            if self._links is not None:
-                self._links.close()
+            for links in (self._links, self._scouts):
+                if links is not None:
+                    links.close()
 
     def _serve(self) -> None:
         settle_at_s = self._clock() + _IDLE_S
@@ -157,10 +163,17 @@ class Consult:
                 return
 
     def _settle(self) -> None:
-        """Put what is unsaved, and tell the daemon of faults that only we have seen."""
+        """Attach to a daemon that was restarted, put what is unsaved, and tell of faults that only we have seen."""
+        if self._scouts is None:
+            return
         try:
+            client = self._scouts.client(self._namespace.tenant)
+            # A question with a short deadline: a silent daemon must not keep this thread from requests.
+            client.lookup([self._of(self._namespace.tenant)[1]], _MAX_LOOKUP_S)
             self._sessions.flush()
-            self._tell_faults()
+            self._tell_faults(client)
+        except (TierUnavailable, ProtocolError):
+            return
         except Exception:
             _log.exception("settling with the daemon failed")
 
@@ -257,7 +270,8 @@ class Consult:
         if not usable:
             return Cached(asked=True)
         try:
-            found = self._links.client(ask.tenant).lookup(usable, self._deadline_for(len(prompt)))
+            deadline_s = _PINNED_LOOKUP_S if ask.plan == "fetch" else self._deadline_for(len(prompt))
+            found = self._links.client(ask.tenant).lookup(usable, deadline_s)
         except TierUnavailable:
             return Cached(why="unavailable")
         except ProtocolError as error:
@@ -304,21 +318,12 @@ class Consult:
             )
         )
 
-    def _tell_faults(self) -> None:
-        if self._links is None:
-            return
+    def _tell_faults(self, client: KVClient) -> None:
         now = self._faults.snapshot()
         news = {kind: count - self._told_faults.get(kind, 0) for kind, count in now.items()}
-        news = {kind: count for kind, count in news.items() if count}
-        if not news:
-            return
-        client = self._links.client(self._namespace.tenant)
-        try:
-            client.ping()
-        except (TierUnavailable, ProtocolError):
-            return
-        client.observe(news)
-        self._told_faults = now
+        if any(news.values()):
+            client.observe({kind: count for kind, count in news.items() if count})
+            self._told_faults = now
 
     def _of(self, tenant: str) -> tuple[Namespace, BlockKey]:
         if tenant not in self._namespaces:

@@ -57,10 +57,11 @@ class SessionKeeper:
             return self._from_local(turn, local)
         deadline_s = _DEADLINE_S if local is None else _CHECK_DEADLINE_S
         client = self._links.client(tenant)
+        pinned = turn.ask.plan == "fetch"
         try:
             if local is not None:
                 # Is it awake? A silent daemon must not take the time that asking the bucket may take.
-                client.lookup(local.keys[:1], self._deadline_for(local.num_tokens))
+                client.lookup(local.keys[:1], _DEADLINE_S if pinned else self._deadline_for(local.num_tokens))
             view = client.session_get(turn.session_id, tenant, deadline_s)
         except (TierUnavailable, ProtocolError) as error:
             self._counters.add("session_asked_in_vain")
