@@ -200,8 +200,16 @@ class WorkerLink:
             self._records_out += 1
             self._send([(op, _Out(on_result, 0, is_record=True))])
 
-    def pump(self) -> None:
-        """Send what the windows allow; start a dead worker again when it is time."""
+    @property
+    def is_loading(self) -> bool:
+        """Whether somebody waits for a block from this tier."""
+        return bool(self._loads_out or self._loads)
+
+    def pump(self, loads_elsewhere: bool = False) -> None:
+        """Send what the windows allow; start a dead worker again when it is time.
+
+        `loads_elsewhere`: another tier is loading, with the same cores and often the same disk as our stores.
+        """
         now = self._clock()
         if self._gone_at is not None and now >= self._gone_at + _LAST_WORDS_S:
             self.receive()
@@ -214,7 +222,7 @@ class WorkerLink:
         while self._loads and self._loads_out < self._load_window:
             batch.append(self._loads.popleft())
             self._loads_out += 1
-        stores_may_go = not self._loads_out or now - self._last_store >= _STORE_AT_LEAST_EVERY_S
+        stores_may_go = not (self._loads_out or loads_elsewhere) or now - self._last_store >= _STORE_AT_LEAST_EVERY_S
         while self._stores and stores_may_go and self._window_open():
             op, out = self._stores.popleft()
             self._stores_out += 1

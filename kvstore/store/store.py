@@ -119,8 +119,9 @@ class Store:
         self._loader.pump()
         for demoter in self._demoters.values():
             demoter.pump(now)
+        loading = any(link.is_loading for link in self._links.values())
         for link in self._links.values():
-            link.pump()
+            link.pump(loading)
         self._fetches.flush()
 
     def next_deadline(self) -> float:
