@@ -104,8 +104,15 @@ def refused_raises(reply: wire.Reply) -> wire.Reply:
 
 
 def daemon_lives(run_dir: Path) -> bool:
-    """Whether a process holds the daemon's lock; true from before it answers until the moment it dies."""
+    """Whether a process holds the daemon's lock; true from before it answers until the moment it dies.
+
+    Raises TierUnavailable where the folder belongs to another user: who made it first (the default lies in /tmp) could
+    play the daemon and read what engines say to it. Root's own processes trust any, as root may be mapped in containers.
+    """
     try:
+        owner = run_dir.stat().st_uid
+        if os.geteuid() not in (owner, 0) and owner != 0:
+            raise TierUnavailable(f"{run_dir} belongs to another user (id {owner}): choose a run folder of your own")
         descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False

@@ -3,6 +3,7 @@
 Every label set is bounded: past a number of kinds further ones count as "other", so that no client can grow it.
 """
 
+import math
 from collections import deque
 from statistics import median
 
@@ -81,7 +82,7 @@ class RequestStats:
             "ttft_s": {
                 "sum": round(self._ttft_sum_s, 6),
                 "recent_p50": median(ordered) if ordered else None,
-                "recent_p99": ordered[int(0.99 * (len(ordered) - 1))] if ordered else None,
+                "recent_p99": ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else None,
             },
         }
 
