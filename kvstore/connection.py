@@ -107,7 +107,7 @@ def daemon_lives(run_dir: Path) -> bool:
     """Whether a process holds the daemon's lock; true from before it answers until the moment it dies.
 
     Raises TierUnavailable where the folder belongs to another user: who made it first (the default lies in /tmp) could
-    play the daemon and read what engines say to it. Root's own processes trust any, as root may be mapped in containers.
+    play the daemon and read what engines say to it. Root trusts any, as users may be mapped in containers.
     """
     try:
         owner = run_dir.stat().st_uid
