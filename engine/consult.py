@@ -7,6 +7,7 @@ So that the step loop never waits for a socket. Whatever the daemon does, `open`
 queued, or it is refused with a reason.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -112,24 +113,25 @@ class Consult:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish what is queued, try once more to put what is unsaved, and end. Idempotent."""
         if self._thread.is_alive():
-            self._jobs.put(None)
+            with contextlib.suppress(queue.Full):
+                self._jobs.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
 
     def _enqueue(self, work: Callable[[], _Result], then: Callable[[], None] | None = None) -> "Future[_Result]":
         future: Future[_Result] = Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                result = work()
-            except Refused as error:
-                future.set_exception(error)
-            except Exception as error:
-                _log.exception("consulting failed")
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+                future.set_result(work())
                 if then is not None:
                     then()
+            except Exception as error:
+                if not isinstance(error, Refused):
+                    _log.exception("consulting failed")
+                if not future.done():
+                    future.set_exception(error)
 
         try:
             self._jobs.put_nowait(job)

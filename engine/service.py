@@ -179,6 +179,8 @@ class Engine:
         future: Future[_Result] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(action())
             except Exception as error:
