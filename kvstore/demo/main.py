@@ -51,7 +51,7 @@ class Scale:
     displaced: int = 2
     timed: int = 5
     block_tokens: int = 16
-    opening_chars: int = 5000
+    opening_chars: int = 6300
     hbm_blocks: int = 840
     reference_hbm_blocks: int = 1400
     ram_size: str = "1152MiB"
