@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from kvstore.config import RamConfig
 from kvstore.core.errors import ConfigError
-from tiers.region import Region
+from tiers.region import Region, is_abandoned
 
 _log = logging.getLogger(__name__)
 _WAIT_FOR_ROOM_S = 10.0
@@ -28,9 +28,10 @@ def create_region(config: RamConfig, run_dir: Path, epoch: int) -> Region:
     """Raises ConfigError where not even a quarter of the size asked for can be had. The caller holds the daemon's lock,
     so every older file of this run folder is a dead daemon's."""
     folder = Path(config.shm_dir)
-    # By run folder, so that two daemons of one user do not take each other's files for left-overs.
-    stem = f"kvstore-{os.geteuid()}-{hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:8]}-"
-    _clear(folder, stem)
+    # By run folder: what this folder's earlier daemons left is certainly dead, since we hold the folder's lock.
+    ours = f"kvstore-{os.geteuid()}-"
+    stem = f"{ours}{hashlib.sha256(os.fsencode(run_dir.resolve())).hexdigest()[:8]}-"
+    _clear(folder, ours, stem)
     size_bytes = _affordable(folder, config.size_bytes)
     path = folder / f"{stem}{epoch:x}.region"
     if not config.prefault:
@@ -40,13 +41,15 @@ def create_region(config: RamConfig, run_dir: Path, epoch: int) -> Region:
         return Region.create(path, size_bytes, epoch, prefault=lambda done, _: progress.update(task, completed=done))
 
 
-def _clear(folder: Path, stem: str) -> None:
+def _clear(folder: Path, ours: str, stem: str) -> None:
+    """Unlink what earlier boots left, also those of other run folders whose daemon was killed and never came back."""
     try:
-        old_files = sorted(folder.glob(f"{stem}*.region"))
+        old_files = sorted(folder.glob(f"{ours}*.region"))
     except OSError as error:
         raise ConfigError(f"cannot read ram.shm_dir {folder}: {error.strerror}") from None
     for old in old_files:
-        old.unlink(missing_ok=True)
+        if old.name.startswith(stem) or is_abandoned(old):
+            old.unlink(missing_ok=True)
 
 
 def _affordable(folder: Path, wanted_bytes: int) -> int:

@@ -17,10 +17,12 @@ maps kills that engine with SIGBUS.
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import stat
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
@@ -36,18 +38,19 @@ _HEADER = struct.Struct("<8sIIQQQ")
 _STEP_BYTES = 64 << 20
 # Not in the mmap module of Python 3.11; Linux 5.14 and newer.
 _MADV_POPULATE_WRITE = 23
+_NEW_FILE_S = 10.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Region:
     """One mapping of the region file. Thread-safe; views stay valid after `close` until they are dropped."""
 
-    def __init__(self, path: Path, mapping: mmap.mmap, data_bytes: int, epoch: int, *, is_owner: bool) -> None:
-        """Use `create` or `attach`."""
+    def __init__(self, path: Path, mapping: mmap.mmap, data_bytes: int, epoch: int, lock: int | None = None) -> None:
+        """Use `create` or `attach`. `lock`: the descriptor that holds the owner's lock."""
         self.path = path
         self.data_bytes = data_bytes
         self.epoch = epoch
-        self._is_owner = is_owner
+        self._lock = lock
         self._is_closed = False
         start = _data_start(data_bytes)
         self._mapping = mapping
@@ -66,6 +69,9 @@ class Region:
         the pages are also entered into this process' page table (a first touch costs 4 to 10 times a warm copy),
         and `prefault(done_bytes, total_bytes)` is called as it goes on. Raises ConfigError, naming need and have,
         where the file system is too small, or where `path` exists.
+
+        The owner holds an exclusive flock on the file as long as it lives, so that a file whose owner was killed can be
+        told from one in use (`is_abandoned`).
         """
         data_bytes -= data_bytes % PAGE_BYTES
         if data_bytes <= 0:
@@ -76,6 +82,7 @@ class Region:
         except OSError as error:
             raise ConfigError(f"cannot create the region file {path}: {error.strerror}") from error
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             _allocate(descriptor, path, total_bytes)
             mapping = mmap.mmap(descriptor, total_bytes)
             if prefault is not None:
@@ -84,10 +91,9 @@ class Region:
             mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, 0, epoch, data_bytes, _data_start(data_bytes))
         except BaseException:
             path.unlink(missing_ok=True)
-            raise
-        finally:
             os.close(descriptor)
-        return cls(path, mapping, data_bytes, epoch, is_owner=True)
+            raise
+        return cls(path, mapping, data_bytes, epoch, descriptor)
 
     @classmethod
     def attach(cls, path: Path, epoch: int) -> Self:
@@ -106,7 +112,7 @@ class Region:
             os.close(descriptor)
         # A fork would make pinned pages copy-on-write, and the device would go on writing to the other copy.
         mapping.madvise(mmap.MADV_DONTFORK)
-        return cls(path, mapping, data_bytes, epoch, is_owner=False)
+        return cls(path, mapping, data_bytes, epoch)
 
     @property
     def address(self) -> int:
@@ -129,7 +135,7 @@ class Region:
         The store is one aligned 8-byte write; every party learns of the slot's next use by a message through
         the kernel, which orders it before that use on every architecture.
         """
-        assert self._is_owner, "only the daemon changes generations"
+        assert self._lock is not None, "only the daemon changes generations"
         page = self._page(offset)
         generation = self._generations[page] + 1
         self._generations[page] = generation
@@ -140,6 +146,8 @@ class Region:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._lock is not None:
+            os.close(self._lock)
         self._generations.release()
         self._data.release()
         with contextlib.suppress(BufferError):
@@ -153,6 +161,24 @@ class Region:
         if offset % PAGE_BYTES or not 0 <= offset < self.data_bytes:
             raise ValueError(f"{offset} is not the offset of a slot")
         return offset // PAGE_BYTES
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether `path` is a region file whose owner is gone. One that was made this moment counts as in use: its owner
+    may not have come to lock it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if time.time() - os.fstat(descriptor).st_mtime < _NEW_FILE_S:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _data_start(data_bytes: int) -> int:
