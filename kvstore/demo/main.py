@@ -173,6 +173,8 @@ class Demo:
         self._daemon.kill()
         chats.drop_hbm(self._engine.url)
         self._daemon.start()
+        # Uploads that the kill cut short go on from SSD by way of RAM; a turn meanwhile might find its blocks there.
+        self._wait_durable(("s3",))
         rows.append(self._resume("daemon_restart", "daemon killed", self._resumed))
         step("waiting until the sessions are durable in S3")
         self._wait_durable(("s3",))

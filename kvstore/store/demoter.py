@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
-from kvstore.store.catalog import Catalog
+from kvstore.store.catalog import Catalog, tier_bit
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
 from kvstore.store.room import Room
@@ -51,6 +51,7 @@ class Demoter:
         self._queue: OrderedDict[int, None] = OrderedDict()
         self._failed: dict[int, None] = {}
         self._under_way: set[int] = set()
+        self._staged: set[int] = set()
         self._loading = 0
         self._tries: dict[int, int] = {}
         self._is_refused = False
@@ -113,6 +114,7 @@ class Demoter:
     def _loaded(self, block: int, outcome: Outcome, _: TierKind) -> None:
         self._loading -= 1
         if outcome == Outcome.OK:
+            self._staged.add(block)
             self._write(block)
         else:
             self._give_up(block)
@@ -136,7 +138,16 @@ class Demoter:
         else:
             self._on_fault(f"{self._tier.label}_write_{outcome.label}")
             self._try_again(block, outcome)
+        self._put_away(block)
         self._catalog.unpin(block)
+
+    def _put_away(self, block: int) -> None:
+        """Free the slot of a block that was brought into RAM only to be copied: nobody asked for it there."""
+        if block in self._staged:
+            self._staged.discard(block)
+            others = self._catalog.residency(block) & ~tier_bit(TierKind.RAM)
+            if self._catalog.resident(block, TierKind.RAM) and self._catalog.pins(block) == 1 and others:
+                self._room.free_ram(block, "evicted")
 
     def _try_again(self, block: int, outcome: Outcome) -> None:
         # As much room as all that is under way may need: the others are about to be refused too.

@@ -637,3 +637,22 @@ def test_another_model_with_its_own_namespace_is_another_session(make_rig: MakeR
     rig.settle()
     answer = get(rig, digest=other.digest())
     assert isinstance(answer, wire.Error) and answer.code == ErrorCode.NOT_FOUND
+
+
+def test_a_block_that_is_in_ram_only_to_be_uploaded_does_not_stay_there(make_rig: MakeRig, bucket: Bucket) -> None:
+    """After a restart every session with unfinished uploads was read back into RAM, where it pushed out what engines
+    had asked for."""
+    plan = ScriptedPlan()
+    plan.add("write", [Fault(Outcome.UNAVAILABLE)] * 10_000)
+    rig = make_rig(ssd=memory(TierKind.SSD), s3=FaultyTier(bucket.tier, plan), s3_records=bucket.records)
+    engine = rig.attach(NAMESPACE)
+    turn(rig, engine, 6)
+    rig.settle()
+    assert rig.lookup(engine, Prefix(NAMESPACE, 1, 6).keys) == [TierKind.RAM] * 6
+    rig.store.evict(wire.Evict(["ram"]), lambda _: None)
+    assert rig.lookup(engine, Prefix(NAMESPACE, 1, 6).keys) == [TierKind.SSD] * 6
+    plan.faults["write"].clear()
+    rig.settle(seconds=60)
+    assert len(bucket.tier.blocks) == 6 and bucket.revision() == 1
+    assert rig.lookup(engine, Prefix(NAMESPACE, 1, 6).keys) == [TierKind.SSD] * 6
+    rig.check()
