@@ -25,6 +25,7 @@ from engine.model import default_model_folder, load_model, make_pool
 from engine.service import Engine, EngineOptions
 from kvstore.core.errors import ConfigError
 from kvstore.core.units import parse_size
+from kvstore.names import check_import_names
 from tiers.hbm import HbmTier
 
 _DRAIN_S = 10.0
@@ -49,6 +50,7 @@ class ServerOptions:
 
 def serve(options: ServerOptions) -> None:
     """Return when told to end. Raises ConfigError where it cannot begin, if possible before a model is loaded."""
+    check_import_names()
     if options.api_key_file is None and not is_loopback(options.host):
         raise ConfigError(f"--host {options.host} can be reached by others: name their keys with --api-key-file")
     tenants = None if options.api_key_file is None else read_api_keys(options.api_key_file, options.engine.tenant)
