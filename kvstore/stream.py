@@ -3,7 +3,7 @@
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from kvstore import wire
 from kvstore.attachment import Attached
@@ -11,9 +11,6 @@ from kvstore.connection import refused_raises
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.wire import ErrorCode
-
-if TYPE_CHECKING:
-    from kvstore.client import Client
 
 # The daemon names the lease in its next turn.
 _LEASE_DEADLINE_S = 0.2
@@ -32,10 +29,23 @@ class LandedBlock:
     source: TierKind
 
 
+class Channel(Protocol):
+    """What a stream needs of its client."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def receive(self, attached: Attached, timeout_s: float) -> tuple[int, wire.Reply] | None: ...
+
+    def refused(self, error: ProtocolError, attached: Attached) -> None: ...
+
+    def post(self, attached: Attached, body: wire.Message) -> None: ...
+
+
 class FetchStream:
     """The blocks of one fetch, as they land. Leaving it ends all pins; thread-confined, one at a time per client."""
 
-    def __init__(self, client: "Client", attached: Attached, sequence: int) -> None:
+    def __init__(self, client: Channel, attached: Attached, sequence: int) -> None:
         self.done = False
         self._client = client
         self._attached = attached
