@@ -21,10 +21,12 @@ MAX_ENGINES = 256
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The right to write one block into its slot; lasts as long as its engine."""
+    """The right to write one block into its slot; lasts as long as its engine. `parent` is pinned until then, if not
+    -1."""
 
     block: int
     generation: int
+    parent: int
 
 
 @dataclass(slots=True)

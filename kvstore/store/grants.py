@@ -1,13 +1,14 @@
 """Grants: the right of one engine to write one block into its slot.
 
 A grant lasts as long as its engine lives: no timer may take a slot from under a copy that is only slow. What an engine
-that died had not committed was never visible, and its slots are free again.
+that died had not committed was never visible, and its slots are free again. While a block is being written, a parent that
+is nowhere but in RAM stays: making room for the tail of a prefix must not lose its head.
 """
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
-from kvstore.core.outcome import Outcome
-from kvstore.store.catalog import Catalog
+from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store.catalog import Catalog, tier_bit
 from kvstore.store.engines import Engine, Grant
 from kvstore.store.room import Room
 from kvstore.wire import Slot
@@ -44,6 +45,7 @@ class Grants:
             return Outcome.CANCELLED, -1
         self._ram.publish(key)
         self._catalog.finish_write(grant.block)
+        self._let_go(grant.parent)
         return Outcome.OK, grant.block
 
     def abandon_all(self, engine: Engine) -> None:
@@ -62,13 +64,28 @@ class Grants:
         if self._catalog.writing(block):
             return Slot(index, Outcome.PENDING)
         self._catalog.begin_write(block)
+        held = self._hold_parent(block)
         slot = None if is_full else self._room.reserve(block)
         if slot is None:
+            self._let_go(held)
             self._catalog.abort_write(block)
             return Slot(index, Outcome.BUSY)
-        engine.grants[key] = Grant(block, slot.generation)
+        engine.grants[key] = Grant(block, slot.generation, held)
         return Slot(index, Outcome.OK, slot.offset, slot.generation)
 
     def _abandon(self, key: BlockKey, grant: Grant) -> None:
         self._ram.abandon(key)
+        self._let_go(grant.parent)
         self._catalog.abort_write(grant.block)
+
+    def _hold_parent(self, block: int) -> int:
+        """Pin the parent if RAM has its only copy; return it, or -1."""
+        parent = self._catalog.parent(block)
+        if parent < 0 or self._catalog.residency(parent) != tier_bit(TierKind.RAM):
+            return -1
+        self._catalog.pin(parent)
+        return parent
+
+    def _let_go(self, parent: int) -> None:
+        if parent >= 0:
+            self._catalog.unpin(parent)

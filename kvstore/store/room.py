@@ -66,7 +66,7 @@ class Room:
         self.evicted = dict.fromkeys((TierKind.RAM, TierKind.SSD, TierKind.S3), 0)
         self.deleting: dict[TierKind, set[int]] = {TierKind.SSD: set(), TierKind.S3: set()}
         self._ssd_bytes_deleting = 0
-        self._again: list[tuple[float, Callable[[], None]]] = []
+        self._again: list[tuple[float, TierKind, Callable[[], None]]] = []
 
     # ------------------------------------------------------------ RAM
 
@@ -104,7 +104,12 @@ class Room:
     # ------------------------------------------------------------ SSD and S3
 
     def free_ssd(self, bytes_needed: int) -> bool:
-        """Begin to delete the coldest blocks, beside what is being deleted already; False where nothing can be."""
+        """Begin to delete the coldest blocks, beside what is being deleted already.
+
+        False where nothing can be, or where the last ones could not be deleted: giving up more would free nothing.
+        """
+        if any(tier == TierKind.SSD for _, tier, _ in self._again):
+            return False
         capacity = self._links[TierKind.SSD].level.capacity_bytes or 0
         bytes_needed = min(bytes_needed, capacity // _SSD_SHARE_AT_ONCE) - self._ssd_bytes_deleting
         if bytes_needed > 0 or not self._ssd_bytes_deleting:
@@ -122,7 +127,6 @@ class Room:
             self._catalog.set_absent(block, tier, reason)
             self.deleting[tier].add(block)
             self.evicted[tier] += 1
-            self._ssd_bytes_deleting += self._catalog.size_bytes(block) if tier == TierKind.SSD else 0
             self._delete(tier, block, done, 0)
 
     def lost(self, block: int, tier: TierKind, outcome: Outcome) -> None:
@@ -133,8 +137,8 @@ class Room:
 
     def pump(self, now: float) -> None:
         """Try again what could not be deleted."""
-        due = [action for at, action in self._again if at <= now]
-        self._again = [(at, action) for at, action in self._again if at > now]
+        due = [action for at, _, action in self._again if at <= now]
+        self._again = [waiting for waiting in self._again if waiting[0] > now]
         for action in due:
             action()
 
@@ -142,17 +146,19 @@ class Room:
 
     def _delete(self, tier: TierKind, block: int, done: Deleted | None, tries: int) -> None:
         link = self._links[tier]
+        ssd_bytes = self._catalog.size_bytes(block) if tier == TierKind.SSD else 0
+        self._ssd_bytes_deleting += ssd_bytes
 
         def finished(result: ops.Result) -> None:
+            self._ssd_bytes_deleting -= ssd_bytes
             is_gone = result.outcome in (Outcome.OK, Outcome.MISS)
             if done is not None:
                 done(tier, is_gone)
             if not is_gone and tries < len(_DELETE_AGAIN_AFTER_S):
                 at = self._clock() + _DELETE_AGAIN_AFTER_S[tries]
-                self._again.append((at, lambda: self._delete(tier, block, None, tries + 1)))
+                self._again.append((at, tier, lambda: self._delete(tier, block, None, tries + 1)))
                 return
             self.deleting[tier].discard(block)
-            self._ssd_bytes_deleting -= self._catalog.size_bytes(block) if tier == TierKind.SSD else 0
             self._catalog.unpin(block)
 
         link.store(ops.Delete(link.next_op(), self._catalog.key(block)), finished)

@@ -309,7 +309,9 @@ class Store:
         self._ram.check_integrity()
         pins = Counter(self._leases.pinned())
         pins.update([*self.sessions.doomed, *self._room.deleting[TierKind.SSD], *self._room.deleting[TierKind.S3]])
-        writing = {grant.block for engine in self._engines for grant in engine.grants.values()}
+        grants = [grant for engine in self._engines for grant in engine.grants.values()]
+        writing = {grant.block for grant in grants}
+        pins.update(grant.parent for grant in grants if grant.parent >= 0)
         refs = Counter(block for session in self._session_table for block in session.blocks.tolist())
         self._catalog.check_uses(pins, writing, refs)
         in_ram = {self._catalog.key(block) for block in self._catalog.blocks_resident(TierKind.RAM)}

@@ -102,6 +102,23 @@ def test_a_full_ram_is_searched_once_for_a_store_and_not_once_for_each_block(mak
     assert len(searches) == 1
 
 
+def test_making_room_for_the_tail_of_a_prefix_does_not_take_its_head(make_rig: MakeRig) -> None:
+    """In a full RAM each new block took the slot of its own parent, the only leaf that nobody used."""
+    rig = make_rig(ram_bytes=8 * 8192)
+    reader, writer = rig.attach(NAMESPACE), rig.attach(NAMESPACE)
+    rig.put(reader, NAMESPACE, Prefix(NAMESPACE, 1, 5).keys)
+    fetch = rig.begin_fetch(reader, Prefix(NAMESPACE, 1, 5).keys)
+    rig.turn()
+    keys = Prefix(NAMESPACE, 2, 6).keys
+    assert rig.put(writer, NAMESPACE, keys) == [Outcome.OK] * 3 + [Outcome.BUSY] * 3
+    assert rig.put(writer, NAMESPACE, keys, 3) == [Outcome.BUSY] * 3
+    assert rig.lookup(writer, keys) == [TierKind.RAM] * 3
+    fetch.release()
+    assert rig.put(writer, NAMESPACE, keys, 3) == [Outcome.OK] * 3
+    assert rig.lookup(writer, keys) == [TierKind.RAM] * 6
+    rig.check()
+
+
 def test_a_block_that_is_being_loaded_exists_already(make_rig: MakeRig) -> None:
     """It was told to be pending, as if it might never come."""
     rig = make_rig(ssd=memory(TierKind.SSD))
