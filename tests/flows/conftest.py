@@ -1,0 +1,33 @@
+"""Daemons that are gone at the end of the test."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.support.daemons import DaemonProcess
+from tests.support.s3server import s3_server
+
+__all__ = ["s3_server"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zmq_threads() -> None:
+    """The context that all clients share is made at the first socket and lives as long as this process."""
+    zmq.Context.instance().socket(zmq.DEALER).close()
+
+
+@pytest.fixture
+def make_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
+    made: list[DaemonProcess] = []
+
+    def make(name: str = "d", *, is_started: bool = True, **settings: object) -> DaemonProcess:
+        made.append(DaemonProcess(tmp_path / name, settings))
+        if is_started:
+            made[-1].start()
+        return made[-1]
+
+    yield make
+    for daemon in made:
+        daemon.close()
