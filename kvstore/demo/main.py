@@ -199,7 +199,7 @@ class Demo:
         step("the planner decides")
         self._evict(other)
         chats.drop_hbm(self._engine.url)
-        extra.append(self._resume("planner", "planner decides, from S3", self._resumed, plan="auto", timed=0))
+        extra.append(self._resume("planner", "planner decides, from S3", self._resumed[:4], plan="auto", timed=0))
         return rows, extra
 
     # ------------------------------------------------------------ turns
