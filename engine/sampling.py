@@ -8,6 +8,9 @@ import torch
 
 from engine.request import Sampling
 
+# Colder than this is greedy for any logits, and dividing by much less than this overflows.
+_COLDEST = 1e-6
+
 
 def choose_tokens(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """Return one token per row of `logits`, `[num_rows, vocab]` float32; blocks until the device has computed them.
@@ -23,8 +26,11 @@ def choose_tokens(logits: torch.Tensor, samplings: Sequence[Sampling], positions
 
 
 def _draw(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -> int:
-    scaled = logits.astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
+    peak = logits.max()
+    if not np.isfinite(peak):
+        # No number to draw by: the same token as without a temperature. A fault here would be one of every request.
+        return int(logits.argmax())
+    weights = np.exp((logits.astype(np.float64) - peak) / max(sampling.temperature, _COLDEST))
     weights /= weights.sum()
     order = np.argsort(-weights, kind="stable")
     # The smallest set of likeliest tokens whose mass reaches top_p; at least one.

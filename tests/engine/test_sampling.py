@@ -1,5 +1,7 @@
 """Greedy and seeded sampling."""
 
+import math
+
 import torch
 
 from engine.request import Sampling
@@ -25,3 +27,15 @@ def test_top_p_keeps_the_smallest_likely_set() -> None:
     drawn = {choose_tokens(LOGITS[:1], [Sampling(1.0, 0.6, seed)], [0])[0] for seed in range(60)}
     assert drawn == {1, 2}
     assert {choose_tokens(LOGITS[:1], [Sampling(1.0, 0.01, seed)], [0])[0] for seed in range(20)} == {1}
+
+
+def test_no_temperature_and_no_logits_make_sampling_fail() -> None:
+    """A temperature of 1e-310 turned the logits to infinity and the draw into a fault of the step loop: one request
+    ended every other one, and the engine answered no more until it was started anew."""
+    for temperature in (5e-324, 1e-310, 1e-40, 1e-7):
+        assert choose_tokens(LOGITS, [Sampling(temperature, 1.0, 3)] * 2, [0, 0]) == [1, 0]
+    for value in (math.nan, math.inf):
+        broken = torch.tensor([[0.0, value, 1.0]])
+        assert choose_tokens(broken, [Sampling(1.0, 0.5, 3)], [0]) == [1]
+    masked = torch.tensor([[-math.inf, 2.0, -math.inf]])
+    assert choose_tokens(masked, [Sampling(1.0, 1.0, 3)], [0]) == [1]
