@@ -10,8 +10,13 @@ stand-in conversation:
 
 A message that a reply follows carries the prompt for that reply; a reply is its own tokens and nothing else. Leading
 system messages are rendered with the message behind them, which some templates merge them into.
+
+Only the template makes markers: text of a message that reads like one (`<|im_end|>`) becomes tokens that read the same
+but mark nothing, so that nobody can put words in another role's mouth.
 """
 
+import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +35,9 @@ class Tokenizer(Protocol):
 
     chat_template: Any
 
+    @property
+    def added_tokens_decoder(self) -> Any: ...
+
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -46,30 +54,50 @@ class Said:
 
 
 class BadChat(Exception):
-    """These messages cannot be rendered; the text is for the client."""
+    """These messages cannot be rendered; the text is for the client, `code` for programs."""
+
+    code = "bad_messages"
+
+
+class TooLong(BadChat):
+    """They were not even rendered to their end: they have too many tokens."""
+
+    code = "context_length_exceeded"
 
 
 class Chat:
-    """Renders and tokenises messages for one model. Not thread-safe."""
+    """Renders and tokenises messages for one model, up to `max_tokens`. Not thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], max_tokens: int) -> None:
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
         self._eos = {token: str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in eos_token_ids}
+        self._markers = _markers(tokenizer)
+        self._numbers = {marker: number for number, marker in enumerate(self._markers)}
+        self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+        # Stands for a marker in a message while the template renders it: digits, which no template rewrites, and
+        # which nobody can guess.
+        self._nonce = f"{secrets.randbits(64):020d}"
+        self._quoted = re.compile(self._nonce + r"(\d{6})")
 
     def extend(self, before: Sequence[ChatMessage], new: Sequence[Said]) -> list[ChatMessage]:
         """Return `new` with the ids that each adds behind `before`; the last one is to be answered.
 
-        Raises BadChat.
+        Raises BadChat; TooLong as soon as there are too many tokens: rendering the rest could take minutes.
         """
         if not self._tokenizer.chat_template:
             raise BadChat("this model has no chat template; use /v1/completions")
         messages = list(before)
+        num_tokens = len(concatenate(before))
         for position, said in enumerate(new):
             is_last = position + 1 == len(new)
-            if said.role == "system" and not is_last and not concatenate(messages):
+            if max(num_tokens, position) >= self._max_tokens:
+                raise self._too_long()
+            if said.role == "system" and not is_last and not num_tokens:
                 ids = []
             else:
                 ids = self._ids(messages, said, is_last or new[position + 1].role == ASSISTANT)
+            num_tokens += len(ids)
             messages.append(ChatMessage(said.role, said.content, ids))
         return messages[len(before) :]
 
@@ -77,8 +105,8 @@ class Chat:
         if said.role == ASSISTANT:
             if not before or before[-1].role == ASSISTANT:
                 raise BadChat("an assistant message must follow a message of another role")
-            return self._encode(said.content)
-        if not concatenate(before):
+            return self._encode(self._quote(said.content))
+        if not any(message.token_ids for message in before):
             leading = [Said(message.role, message.content) for message in before]
             return self._encode(self._render([*leading, said], is_answered))
         stand_in = _stand_in_conversation(before[-1].role)
@@ -96,15 +124,33 @@ class Chat:
         return self._encode(added)
 
     def _render(self, messages: Sequence[Said], is_answered: bool) -> str:
-        conversation = [{"role": said.role, "content": said.content} for said in messages]
+        conversation = [{"role": said.role, "content": self._quote(said.content)} for said in messages]
         try:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=is_answered)
         except TemplateError as error:
             raise BadChat(f"the model's chat template refuses these messages: {error}") from None
         return str(text)
 
+    def _quote(self, content: str) -> str:
+        """Put a stand-in for each marker that the text of a message holds."""
+        return self._marker.sub(lambda found: f"{self._nonce}{self._numbers[found[0]]:06d}", content)
+
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Return the ids of a rendered text: those of its markers, and where one was quoted those of its letters."""
+        ids: list[int] = []
+        for position, part in enumerate(self._quoted.split(text)):
+            if position % 2:
+                marker = self._markers[int(part)]
+                # Cut in two it is no marker any more; its rest may hold another one.
+                ids += self._encode(marker[:1]) + self._encode(self._quote(marker[1:]))
+            elif part:
+                ids += self._tokenizer.encode(part, add_special_tokens=False)
+            if len(ids) > self._max_tokens:
+                raise self._too_long()
+        return ids
+
+    def _too_long(self) -> TooLong:
+        return TooLong(f"the messages have more tokens than fit; the model's context is {self._max_tokens}")
 
 
 def match_history(remembered: Sequence[ChatMessage], history: Sequence[Said]) -> int:
@@ -162,6 +208,17 @@ class TextStream:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
+
+
+def _markers(tokenizer: Tokenizer) -> list[str]:
+    """Return the texts that become one token with a meaning of its own, longest first.
+
+    Of the added tokens that are not special those that the template uses; others (runs of spaces) are mere text.
+    """
+    template = str(tokenizer.chat_template)
+    added = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    added |= {str(token.content) for token in tokenizer.added_tokens_decoder.values() if str(token.content) in template}
+    return sorted((text for text in added if len(text) > 1 and not text.isspace()), key=lambda text: (-len(text), text))
 
 
 def _is_answered(roles: Sequence[str], position: int) -> bool:

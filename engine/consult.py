@@ -225,7 +225,7 @@ class Consult:
         try:
             return remembered[:kept] + self._chat.extend(remembered[:kept], new)
         except BadChat as error:
-            raise Refused(400, "bad_messages", str(error)) from None
+            raise Refused(400, error.code, str(error)) from None
 
     def _prompt(self, turn: Turn) -> list[int]:
         prompt = turn.ask.prompt

@@ -104,7 +104,7 @@ class Engine:
         self._consult = Consult(
             self.roots,
             self.namespace,
-            Chat(model.tokenizer, spec.eos_token_ids),
+            Chat(model.tokenizer, spec.eos_token_ids, spec.max_context_tokens),
             model.tokenizer,
             Limits(
                 vocab_size=spec.vocab_size,

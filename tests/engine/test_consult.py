@@ -33,7 +33,7 @@ class Desk:
         self.consult = Consult(
             None if store is None else Roots(lambda tenant: FakeClient(store, tenant)),
             self.namespace,
-            Chat(TOKENIZER, [END]),
+            Chat(TOKENIZER, [END], LIMITS.max_context_tokens),
             TOKENIZER,
             LIMITS,
             lambda _, request: self.submitted.append(request),
