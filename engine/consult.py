@@ -7,7 +7,6 @@ So that the step loop never waits for a socket. Whatever the daemon does, `open`
 queued, or it is refused with a reason.
 """
 
-import contextlib
 import logging
 import queue
 import threading
@@ -38,6 +37,8 @@ _MIN_LOOKUP_S, _MAX_LOOKUP_S = 0.05, 0.25
 # Who pins the plan to fetching wants the bytes, not the fastest answer.
 _PINNED_LOOKUP_S = 2.0
 _IDLE_S = 1.0
+# Of tenants, which without keys and without kvstore may be as many as clients care to name.
+_MAX_NAMESPACES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,9 @@ class Consult:
         self._sessions = SessionKeeper(
             self._links, lambda tenant: self._of(tenant)[0], self._deadline_for, counters, faults
         )
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(max_jobs)
+        # Only opening is bounded: what is to be saved has been opened, and must not be lost.
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._max_jobs = max_jobs
         self._thread = threading.Thread(target=self._run, name="engine-consult", daemon=True)
 
     # ------------------------------------------------------------ for other threads
@@ -104,6 +107,10 @@ class Consult:
         The future is done when it is handed over, or fails with Refused where it cannot be served.
         """
         turn = Turn(ask)
+        if self._jobs.qsize() >= self._max_jobs:
+            busy: Future[None] = Future()
+            busy.set_exception(Refused(429, "busy", "too many requests are waiting"))
+            return turn, busy
         return turn, self._enqueue(lambda: self._open(turn, listener))
 
     def close(self, turn: Turn, reply: list[int], text: str) -> "Future[Saved | None]":
@@ -113,8 +120,7 @@ class Consult:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish what is queued, try once more to put what is unsaved, and end. Idempotent."""
         if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):
-                self._jobs.put(None, timeout=timeout_s)
+            self._jobs.put(None)
             self._thread.join(timeout_s)
 
     def _enqueue(self, work: Callable[[], _Result], then: Callable[[], None] | None = None) -> "Future[_Result]":
@@ -133,10 +139,7 @@ class Consult:
                 if not future.done():
                     future.set_exception(error)
 
-        try:
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            future.set_exception(Refused(429, "busy", "too many requests are waiting"))
+        self._jobs.put(job)
         return future
 
     # ------------------------------------------------------------ the thread
@@ -183,6 +186,9 @@ class Consult:
 
     def _open(self, turn: Turn, listener: Callable[[Progress], None]) -> None:
         ask = turn.ask
+        if turn.cancelled:
+            # Its client is gone: those who wait behind it should not wait for it.
+            raise Refused(503, "cancelled", "the request was cancelled")
         namespace, root = self._of(ask.tenant)
         asking_s = 0.0
         if ask.messages is not None:
@@ -329,6 +335,8 @@ class Consult:
 
     def _of(self, tenant: str) -> tuple[Namespace, BlockKey]:
         if tenant not in self._namespaces:
+            if len(self._namespaces) >= _MAX_NAMESPACES:
+                self._namespaces.clear()
             namespace = replace(self._namespace, tenant=tenant)
             self._namespaces[tenant] = (namespace, namespace.root())
         return self._namespaces[tenant]

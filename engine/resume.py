@@ -16,7 +16,7 @@ from engine.sessions import LocalSession, LocalSessions
 from engine.turn import Refused, Saved, Turn
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace, join_keys
-from kvstore.wire import ChatMessage, SessionPut
+from kvstore.wire import ChatMessage, ErrorCode, SessionPut
 
 _DEADLINE_S = 2.0
 # With a copy at hand, asking only finds out whether there is a newer one.
@@ -94,7 +94,7 @@ class SessionKeeper:
         return saved
 
     def flush(self) -> None:
-        """Try to put what is unsaved; ends at the first sign that the daemon is still away."""
+        """Try to put what is unsaved; ends at the first sign that the daemon is still away, or has no room."""
         for session in self._local.unsaved():
             if not self._put_again(session):
                 return
@@ -159,8 +159,10 @@ class SessionKeeper:
         except TierUnavailable:
             return False
         except ProtocolError as error:
-            # Asking again would change nothing; the chat goes on from the copy here.
             self._faults.add(f"session_refused_{error.code}")
+            if error.code == ErrorCode.BUSY:
+                return False
+            # Asking again would change nothing; the chat goes on from the copy here.
             session.unsaved = False
             return True
         self._local.saved(session, saved.id, saved.revision)

@@ -116,12 +116,14 @@ class Faults:
 
 @dataclass
 class FakeStore:
-    """What the daemon holds; shared by all clients. `up` False: every call raises TierUnavailable."""
+    """What the daemon holds; shared by all clients. `up` False: every call raises TierUnavailable.
+    `put_refused`: the code with which sessions are refused."""
 
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
     block_bytes: int = 32
     up: bool = True
+    put_refused: str = ""
     tier: TierKind = TierKind.RAM
     blocks: dict[BlockKey, bytes] = field(default_factory=dict)
     sessions: dict[tuple[str, str], wire.SessionView] = field(default_factory=dict)
@@ -280,6 +282,8 @@ class FakeClient:
 
     def session_put(self, put: wire.SessionPut) -> wire.SessionSaved:
         store = self._call()
+        if store.put_refused:
+            raise ProtocolError(store.put_refused, "not now")
         with store.lock:
             now = store.sessions.get((put.tenant, put.id))
             forked = put.fork or (now.revision if now else 0) != put.revision

@@ -110,7 +110,7 @@ def test_added_tokens_that_are_not_special_count_as_markers_where_the_template_u
     assert [token for token in message.token_ids if token > END] == [END + 1, END + 2], "runs of spaces stay tokens"
 
 
-def test_messages_that_cannot_fit_are_refused_without_rendering_them_all() -> None:
+def test_messages_that_cannot_fit_are_refused_without_rendering_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each message is rendered by itself, and for each the tokens before it were put together anew: a body of 4 MiB
     with 100,000 short messages kept the consult thread, and so every other request, for minutes."""
     calls = 0
@@ -122,7 +122,7 @@ def test_messages_that_cannot_fit_are_refused_without_rendering_them_all() -> No
         calls += 1
         return render(*args, **options)
 
-    tokenizer.apply_chat_template = counting
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counting)
     chat = Chat(tokenizer, [END], 300)
     for said in (
         [Said("user", "a"), Said("assistant", "b")] * 50_000 + [Said("user", "c")],

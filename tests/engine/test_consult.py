@@ -1,5 +1,6 @@
 """What the consult thread makes of a request: prompt, keys, lookup, limits; and sessions through good and bad times."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.request import Request, Served
 from engine.turn import Ask, Refused, Saved, Turn
 from kvstore.core.key import chain_keys
 from kvstore.core.outcome import TierKind
+from kvstore.wire import ErrorCode
 from tests.engine.fakes import FakeClient, FakeStore, namespace_of
 from tests.engine.tiny_tokenizer import END, VOCAB, tiny_tokenizer
 
@@ -255,6 +257,50 @@ def test_a_chat_goes_on_while_the_daemon_is_away_and_is_put_again(desk: Desk, st
     assert ("", "new") not in store.sessions
     desk.consult.stop()
     assert ("", "new") in store.sessions, "stopping tries once more"
+
+
+def test_a_session_for_which_the_daemon_has_no_room_yet_is_put_again(desk: Desk, store: FakeStore) -> None:
+    """A daemon that held too much to take one more session answered "busy". That counted as a refusal for good: the
+    turn was never put again, and was lost with the process."""
+    desk.chat("s", "a")
+    store.put_refused = ErrorCode.BUSY
+    assert desk.chat("s", "b").in_kvstore is False
+    desk.settle()
+    assert store.sessions["", "s"].revision == 1
+    store.put_refused = ""
+    desk.settle()
+    assert [m.content for m in store.sessions["", "s"].messages] == ["a", "yes", "b", "yes"]
+
+
+def test_a_turn_is_saved_however_many_requests_wait_to_be_opened(desk: Desk, store: FakeStore) -> None:
+    """Opening and saving shared one bounded queue. Requests that were opened and dropped filled it while the daemon was
+    slow, and a turn that ended then was not saved anywhere, though the answer had been given."""
+    turn = desk.open("a", session_id="s")
+    desk.consult._max_jobs = 3
+    gate = threading.Event()
+    desk.consult._enqueue(lambda: gate.wait(10))
+    asks = [desk.consult.open(Ask(f"q{number}", "", 0.0, prompt=[1]), lambda _: None) for number in range(8)]
+    saving = desk.consult.close(turn, [END], "")
+    asks[0][0].cancelled = True
+    gate.set()
+    saved = saving.result(10)
+    assert saved is not None
+    assert saved.in_kvstore
+    errors = [future.exception(10) for _, future in asks]
+    codes = [error.code if isinstance(error, Refused) else "" for error in errors]
+    assert codes.count("busy") >= 5
+    assert codes[0] == "cancelled", "nobody waits for a request whose client is gone"
+    assert [request.id for request in desk.submitted[1:]] == [f"q{n}" for n, code in enumerate(codes) if not code]
+
+
+def test_tenants_that_anybody_may_name_are_not_remembered_for_ever(
+    alone: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keys and without kvstore the body names any tenant; each stayed in memory until the engine ended."""
+    monkeypatch.setattr("engine.consult._MAX_NAMESPACES", 4)
+    for number in range(20):
+        alone.open(prompt=[1, 2], tenant=f"t{number}")
+    assert len(alone.consult._namespaces) <= 4
 
 
 def test_a_turn_during_which_the_unsaved_session_was_put_is_no_conflict(desk: Desk, store: FakeStore) -> None:
