@@ -211,6 +211,29 @@ def test_a_fetch_that_comes_too_late_or_meets_nobody_touches_nothing(rig: Rig) -
     assert rig.hbm.filled == {}
 
 
+def test_the_request_goes_on_before_the_stream_is_left(rig: Rig) -> None:
+    """Leaving the stream of a daemon that has said nothing yet waits 0.2 s for the lease's number. That came before the
+    report: a request of half a second that was given up in time began to recompute too late for its promise."""
+    order: list[str] = []
+
+    class Slow(Script):
+        def __exit__(self, *_: object) -> None:
+            order.append("left")
+
+    fetcher = Fetcher(
+        rig.hbm, RegionPin(rig.hbm), lambda job: order.append(job.outcome.label), rig.counters, rig.faults, rig.clock
+    )
+    rig.client.stream = Slow(rig.clock, [[]] * 50)
+    fetcher.run(FetchJob("r", "", KEYS[:1], [[100]], [10.2], [TierKind.RAM], 4), rig.links)
+    assert order == ["timed_out", "left"]
+
+
+def test_a_block_that_lands_twice_is_taken_once(rig: Rig) -> None:
+    """A second copy over a block that counts already could be stale, and its bytes would have been used."""
+    job = rig.fetch([landed(0), landed(1)], [landed(0, stale=True)], [landed(2)])
+    assert (job.landed, job.outcome) == (3, OK)
+
+
 # ---------------------------------------------------------------- stores
 
 
