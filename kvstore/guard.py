@@ -42,7 +42,8 @@ class Guard:
     """ASGI middleware. `token` None lets everyone in; `open_paths` need no token; `hosts` None takes every Host header.
 
     The Host header matters where there is no token: a web page may point a name of its own at 127.0.0.1 and so
-    have a browser on this machine ask us, and only that header tells (DNS rebinding).
+    have a browser on this machine ask us, and only that header tells (DNS rebinding). A page may also send us a
+    request of its own without being let see the answer; then the Origin header tells.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Guard:
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
         if self._hosts is not None and _host_name(headers.get(b"host", b"")) not in self._hosts:
             return 403, "forbidden_host", "this API answers only requests to the host it listens on"
+        if self._hosts is not None and not _is_own_origin(headers):
+            return 403, "forbidden_origin", "this API takes no requests from other sites' pages"
         if (
             self._authorization is not None
             and path not in self._open_paths
@@ -134,6 +137,12 @@ def _host_name(header: bytes) -> str:
         return urlsplit(f"//{header.decode('ascii')}").hostname or ""
     except (UnicodeDecodeError, ValueError):
         return ""
+
+
+def _is_own_origin(headers: dict[bytes, bytes]) -> bool:
+    """Whether the request comes from a page of this server's own, or from no page: only browsers send an Origin."""
+    origin = headers.get(b"origin")
+    return origin is None or origin.partition(b"://")[2] == headers.get(b"host", b"")
 
 
 async def _refuse(send: Send, status: int, code: str, message: str) -> None:

@@ -248,6 +248,17 @@ def test_a_fault_nobody_foresaw_shows_no_inside() -> None:
     assert "inside" not in response.text
 
 
+def test_a_request_that_another_sites_page_sends_is_refused() -> None:
+    """A page can POST to 127.0.0.1 without asking first if it names no content type, and that was enough for
+    /v1/evict with drop: any site that a browser on this machine visited could throw all KV away."""
+    client = FakeClient(session())
+    for origin in ("http://evil.example", "http://127.0.0.1:3000", "null"):
+        response = Api(client)("POST", "/v1/evict", json={"tiers": ["ram"]}, headers={"origin": origin})
+        assert error_of(response) == (403, "forbidden_origin")
+    own = {"origin": "http://127.0.0.1:8200"}
+    assert Api(client)("POST", "/v1/evict", json={"tiers": ["ram"]}, headers=own).status_code == 200
+
+
 def test_a_host_name_that_is_not_ours_is_refused() -> None:
     client = FakeClient(session())
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
