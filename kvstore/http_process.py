@@ -32,7 +32,8 @@ class HttpProcess:
         self._start_at = 0.0
 
     def start(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", "kvstore.api"], stdin=subprocess.PIPE)
+        # -P: with -m alone Python would import from the current folder first, and anybody may have put files there.
+        self._process = subprocess.Popen([sys.executable, "-P", "-m", "kvstore.api"], stdin=subprocess.PIPE)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(msgspec.json.encode(self._settings))

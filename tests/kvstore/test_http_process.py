@@ -1,0 +1,24 @@
+"""The API's process as the daemon starts it."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import Config, HttpConfig
+from kvstore.http_process import HttpProcess
+
+
+def test_modules_in_the_current_folder_are_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m` imports from the current folder first, so a daemon that somebody started in /tmp ran whatever
+    other users had put there as `msgspec.py`."""
+    trap = tmp_path / "trapped"
+    (tmp_path / "msgspec.py").write_text(f"open({str(trap)!r}, 'w')\nraise SystemExit(2)\n")
+    monkeypatch.chdir(tmp_path)
+    process = HttpProcess(Config(http=HttpConfig(port=0)), tmp_path)
+    process.start()
+    deadline = time.monotonic() + 3
+    while not trap.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.stop()
+    assert not trap.exists()
