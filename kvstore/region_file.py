@@ -49,7 +49,11 @@ def _clear(folder: Path, ours: str, stem: str) -> None:
         raise ConfigError(f"cannot read ram.shm_dir {folder}: {error.strerror}") from None
     for old in old_files:
         if old.name.startswith(stem) or is_abandoned(old):
-            old.unlink(missing_ok=True)
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                # Everybody may write to /dev/shm: what has such a name need not be ours.
+                _log.warning("cannot remove %s: %s", old, error.strerror)
 
 
 def _affordable(folder: Path, wanted_bytes: int) -> int:

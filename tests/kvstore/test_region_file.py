@@ -51,6 +51,19 @@ def test_the_region_of_a_daemon_that_was_killed_elsewhere_goes(shm_dir: Path, tm
     mine.close()
 
 
+def test_what_cannot_be_removed_stops_nobody(shm_dir: Path, tmp_path: Path) -> None:
+    """Anybody on the machine may make something with our region's name in /dev/shm, and the daemon then ended with a
+    traceback when it could not unlink it. (A folder here, which root cannot unlink either.)"""
+    first = create_region(config(shm_dir), tmp_path, 1)
+    first.close()
+    first.unlink()
+    first.path.mkdir()
+    second = create_region(config(shm_dir), tmp_path, 2)
+    first.path.rmdir()
+    second.unlink()
+    second.close()
+
+
 def test_a_size_that_can_never_fit_is_refused_with_what_there_is(shm_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ram\.size is .* free of"):
         create_region(config(shm_dir, 1 << 50), tmp_path, 1)
