@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from botocore.exceptions import ClientError
 
@@ -31,7 +31,8 @@ from tiers.batch import check_lengths
 from tiers.breaker import CircuitBreaker
 from tiers.calls import RunningCalls
 from tiers.faults import FaultCounter
-from tiers.s3calls import DeadlinePassed, S3Calls, error_code
+from tiers.s3body import Traffic
+from tiers.s3calls import S3Calls, error_code
 from tiers.s3client import S3Settings, make_client
 from tiers.s3records import S3Records
 
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["S3Settings", "S3Tier"]
 
 _T = TypeVar("_T")
-# One receive at a time, so that the clock is looked at between them.
-_RECEIVE_BYTES = 1 << 20
 # S3's limit for one DeleteObjects.
 _DELETE_AT_ONCE = 1000
 _CLOSE_WAIT_S = 30.0
@@ -71,7 +70,7 @@ class S3Tier:
         """
         self._settings = settings
         self._client = make_client(settings) if client is None else client
-        self._clock = clock
+        self._traffic = Traffic(settings.request_deadline_s, clock)
         self._faults = FaultCounter("s3", clock)
         self._breaker = CircuitBreaker(clock=clock)
         self._requests = S3Calls(
@@ -82,7 +81,7 @@ class S3Tier:
         self._num_blocks, self._used_bytes = 0, 0
         # A HEAD that finds nothing does not say whether there is a bucket at all.
         self._has_seen_bucket = False
-        self.records = S3Records(settings, self._client, self._run, self._faults)
+        self.records = S3Records(settings, self._client, self._run, self._traffic, self._faults)
 
     @property
     def kind(self) -> TierKind:
@@ -183,10 +182,12 @@ class S3Tier:
         header = memoryview(bytearray(HEADER_BYTES))
         try:
             expected_bytes = HEADER_BYTES + meta.payload_bytes
-            if response["ContentLength"] != expected_bytes:
+            # A server, or a proxy in between, need not state a length.
+            found_bytes = response.get("ContentLength", expected_bytes)
+            if found_bytes != expected_bytes:
                 response["Body"].close()
-                raise CorruptBlock(f"the object has {response['ContentLength']} bytes, expected {expected_bytes}")
-            self._receive(response["Body"], [header, view], deadline)
+                raise CorruptBlock(f"the object has {found_bytes} bytes, expected {expected_bytes}")
+            self._traffic.receive(response["Body"], [header, view], deadline)
             verify(meta, header, view)
         except CorruptBlock as error:
             self._faults.count("corrupt", detail=f"block {meta.key.hex()[:12]}: {error}")
@@ -194,33 +195,14 @@ class S3Tier:
             return Outcome.CORRUPT
         return Outcome.OK
 
-    def _receive(self, body: Any, places: Sequence[memoryview], deadline: float) -> None:
-        """Fill the places from the body, one receive at a time. Raises DeadlinePassed, or what urllib3 raises."""
-        # The body as urllib3 gives it: botocore's wrapper has no way to receive what is there and no more.
-        with body as stream:
-            for place in places:
-                filled = 0
-                while filled < len(place):
-                    left_s = deadline - self._clock()
-                    if left_s <= 0:
-                        raise DeadlinePassed
-                    body.set_socket_timeout(left_s)
-                    piece = stream.read1(min(_RECEIVE_BYTES, len(place) - filled))
-                    place[filled : filled + len(piece)] = piece
-                    filled += len(piece)
-                    if not piece:
-                        raise ConnectionError("the body ended early")
-            # Takes note of the end of the body, so that the connection can serve the next request.
-            stream.read1(1)
-
-    def _put(self, meta: BlockMeta, payload: memoryview, _deadline: float, _attempt: int) -> Outcome:
-        # Joined, since boto3 takes no pieces and would read a file-like body in pieces of 16 KiB.
+    def _put(self, meta: BlockMeta, payload: memoryview, deadline: float, _attempt: int) -> Outcome:
+        # Joined, since boto3 takes no pieces.
         body = b"".join((encode_header(meta, checksum(payload)), payload))
         try:
             self._client.put_object(
                 Bucket=self._settings.bucket,
                 Key=self._name(meta.key),
-                Body=body,
+                Body=self._traffic.body(body, deadline),
                 IfNoneMatch="*",
                 **self._settings.write_options(),
             )

@@ -122,6 +122,8 @@ def fault_kind(error: Exception) -> str:
         return kind or ("server_error" if status >= 500 else "refused")
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         return "credentials"
+    if isinstance(error, HTTPClientError) and isinstance(error.kwargs.get("error"), DeadlinePassed):
+        return "timeout"
     if isinstance(
         error,
         ConnectTimeoutError | ReadTimeoutError | urllib3.exceptions.TimeoutError | TimeoutError | DeadlinePassed,

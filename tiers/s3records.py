@@ -19,6 +19,7 @@ from botocore.exceptions import ClientError
 from tiers.base import Record
 from tiers.faults import FaultCounter
 from tiers.names import check_name
+from tiers.s3body import Traffic
 from tiers.s3calls import error_code
 from tiers.s3client import S3Settings
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _MAGIC = b"KVR1"
 _NONCE_BYTES = 12
+# Far beyond any record: what is longer is somebody else's, and would only fill our memory.
+_MAX_RECORD_BYTES = 256 << 20
 # magic, nonce, xxh3 of nonce and data
 _PREFIX = struct.Struct(f"<4s{_NONCE_BYTES}sQ")
 # Ends every record's key. No escaped name ends like that, so that no record's key is a folder of another's: some
@@ -44,10 +47,13 @@ class _Runner(Protocol):
 class S3Records:
     """A RecordStore in a bucket. Thread-safe. `run` makes requests as `S3Calls.run` does."""
 
-    def __init__(self, settings: S3Settings, client: "S3Client", run: _Runner, faults: FaultCounter) -> None:
+    def __init__(
+        self, settings: S3Settings, client: "S3Client", run: _Runner, traffic: Traffic, faults: FaultCounter
+    ) -> None:
         self._settings = settings
         self._client = client
         self._run = run
+        self._traffic = traffic
         self._faults = faults
 
     def put(self, name: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str | None:
@@ -95,31 +101,36 @@ class S3Records:
 
     # ------------------------------------------------------------ one request each
 
-    def _put(self, key: str, body: bytes, condition: dict[str, Any], _deadline: float, attempt: int) -> str | None:
+    def _put(self, key: str, body: bytes, condition: dict[str, Any], deadline: float, attempt: int) -> str | None:
         try:
             response = self._client.put_object(
-                Bucket=self._settings.bucket, Key=key, Body=body, **condition, **self._settings.write_options()
+                Bucket=self._settings.bucket,
+                Key=key,
+                Body=self._traffic.body(body, deadline),
+                **condition,
+                **self._settings.write_options(),
             )
         except ClientError as error:
             if error_code(error) not in ("412", "PreconditionFailed", "NoSuchKey"):
                 raise
-            return self._tag_if_ours(key, body) if attempt else None
+            return self._tag_if_ours(key, body, deadline) if attempt else None
         return response["ETag"]
 
-    def _tag_if_ours(self, key: str, body: bytes) -> str | None:
+    def _tag_if_ours(self, key: str, body: bytes, deadline: float) -> str | None:
         """An earlier try may have been carried out although its answer was lost."""
-        found = self._get(key, 0.0, 0)
+        found = self._get(key, deadline, 0)
         return found[1] if found is not None and found[0] == body else None
 
-    def _get(self, key: str, _deadline: float, _attempt: int) -> tuple[bytes, str] | None:
+    def _get(self, key: str, deadline: float, _attempt: int) -> tuple[bytes, str] | None:
         try:
             response = self._client.get_object(Bucket=self._settings.bucket, Key=key)
         except ClientError as error:
             if error_code(error) != "NoSuchKey":
                 raise
             return None
-        with response["Body"] as stream:
-            return stream.read(), response["ETag"]
+        body = self._traffic.receive_all(response, _MAX_RECORD_BYTES, deadline)
+        # An empty one is damaged, too.
+        return body or b"", response["ETag"]
 
     def _exists(self, key: str, _deadline: float, _attempt: int) -> bool:
         try:

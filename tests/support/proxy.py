@@ -7,7 +7,7 @@ import struct
 import threading
 from typing import Literal, Self
 
-Mode = Literal["pass", "refuse", "stall", "reset", "cut"]
+Mode = Literal["pass", "refuse", "stall", "reset", "cut", "crawl"]
 _POLL_S = 0.05
 
 
@@ -19,6 +19,7 @@ class Proxy:
     stall    answers stop after `answer_bytes`, the connection stays open
     reset    the connection is reset after `answer_bytes` of an answer
     cut      the connection is closed in good order after `answer_bytes` of an answer
+    crawl    about a megabyte a second, either way
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -65,6 +66,8 @@ class Proxy:
         answered = 0
         with client, socket.create_connection(self._target) as server:
             while not self._is_closed.is_set():
+                if self.mode == "crawl":
+                    self._is_closed.wait(_POLL_S)
                 readable, _, _ = select.select([client, server], [], [], _POLL_S)
                 if client in readable:
                     request = _receive(client)
@@ -74,7 +77,7 @@ class Proxy:
                     server.sendall(request)
                 if server in readable:
                     answer = _receive(server)
-                    allowed = len(answer) if self.mode == "pass" else max(0, self.answer_bytes - answered)
+                    allowed = len(answer) if self.mode in ("pass", "crawl") else max(0, self.answer_bytes - answered)
                     _send(client, answer[:allowed])
                     answered += len(answer)
                     if not answer or allowed < len(answer):

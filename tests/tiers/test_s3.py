@@ -235,6 +235,20 @@ def test_an_answer_that_breaks_off_is_unavailable_within_its_deadline(
     assert fetch(behind_proxy, 1) == [Outcome.OK]
 
 
+def test_a_body_that_crawls_ends_at_its_deadline(behind_proxy: S3Tier, proxy: Proxy) -> None:
+    """Timeouts of single system calls passed again and again: over a slow line a PUT of 16 MiB with a deadline of 2 s
+    held its thread for 19 s, and a session's record could be received for as long as a byte came now and then."""
+    behind_proxy.records.put("sessions/long", bytes(4 << 20))
+    proxy.misbehave("crawl")
+    large = meta(2, 16 << 20)
+    began_s = time.monotonic()
+    assert behind_proxy.write([large], [payload(large)]) == [Outcome.UNAVAILABLE]
+    with pytest.raises(TierUnavailable, match="timeout"):
+        behind_proxy.records.get("sessions/long")
+    assert time.monotonic() - began_s < 4 * DEADLINE_S
+    assert behind_proxy.faults() == {"timeout": 2}
+
+
 def test_a_sick_bucket_is_left_alone_and_probed_again(proxy: Proxy, s3_settings: S3Settings, open_s3: OPEN) -> None:
     now = [0.0]
     tier = open_s3(
@@ -294,6 +308,17 @@ def test_equal_records_have_different_tags(open_s3: OPEN) -> None:
     first = records.put("a", b"same")
     assert records.put("a", b"same") != first
     assert records.put("a", b"other", if_match=first) is None
+
+
+def test_an_object_that_is_far_too_long_for_a_record_is_not_taken_into_memory(
+    open_s3: OPEN, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to the bucket could fill the worker's memory with one object."""
+    monkeypatch.setattr("tiers.s3records._MAX_RECORD_BYTES", 3 << 20)
+    tier = open_s3()
+    tier.records.put("sessions/long", bytes(5 << 20))
+    assert tier.records.get("sessions/long") is None
+    assert tier.faults() == {"record_corrupt": 1}
 
 
 def test_a_damaged_record_is_counted_and_none(open_s3: OPEN, bucket: Bucket, s3_settings: S3Settings) -> None:
