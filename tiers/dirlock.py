@@ -1,5 +1,6 @@
-"""An exclusive lock on a folder, held for the life of a process."""
+"""A folder of one's own, and an exclusive lock on it, held for the life of a process."""
 
+import contextlib
 import fcntl
 import os
 import time
@@ -9,6 +10,22 @@ from pathlib import Path
 from kvstore.core.errors import ConfigError
 
 _RETRY_S = 0.05
+_LOCK_NAME = "lock"
+
+
+def own_folder(path: Path) -> None:
+    """Make the folder, or close the one that is there to all others (mode 0700).
+
+    Raises ConfigError where something else lives in it, such as /tmp, or it belongs to another user.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        names = {entry.name for entry in path.iterdir()} - {"lost+found"}
+        if names and _LOCK_NAME not in names:
+            raise ConfigError(f"{path} holds other things ({min(names)} …); name a folder below it, which is made")
+        path.chmod(0o700)
+    except PermissionError:
+        raise ConfigError(f"{path} belongs to another user; name a folder below it, which is made") from None
 
 
 class FolderLock:
@@ -26,7 +43,7 @@ class FolderLock:
 
         Raises ConfigError, naming the holder, where it is held beyond that.
         """
-        self._descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         deadline = clock() + wait_s
         while not self._try_lock():
             if clock() >= deadline:
@@ -34,8 +51,10 @@ class FolderLock:
                 self.release()
                 raise ConfigError(f"{folder} is in use by {holder or 'another process'}; stop it or use another folder")
             sleep(_RETRY_S)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        # A word for whoever is refused; on a full disk they go without.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def release(self) -> None:
         """Idempotent."""

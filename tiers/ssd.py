@@ -31,7 +31,7 @@ from tiers.base import Usage
 from tiers.batch import check_lengths
 from tiers.calls import RunningCalls
 from tiers.direct import Incoming, Outgoing, record_size
-from tiers.dirlock import FolderLock
+from tiers.dirlock import FolderLock, own_folder
 from tiers.environment import sync_folder
 from tiers.faults import FaultCounter
 from tiers.index import BYTES_PER_ENTRY, IndexEntry, IndexFull, Place
@@ -64,8 +64,8 @@ class SsdTier:
         """Open the folder, or make it (mode 0700), and bring it below its cap.
 
         `max_record_bytes` of `max_bytes` are kept for `records` (default: a sixteenth, at most 256 MiB). Raises
-        ConfigError where the limits make no sense or another process has the folder beyond `lock_wait_s`,
-        TierUnavailable where the disk fails.
+        ConfigError where the limits make no sense, the folder is somebody else's, or another process has it beyond
+        `lock_wait_s`, TierUnavailable where the disk fails.
         """
         self._space = DiskSpace.of(
             path,
@@ -169,8 +169,7 @@ class SsdTier:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
+        own_folder(path)
         opened.callback(FolderLock(path, wait_s=lock_wait_s, clock=clock, sleep=sleep).release)
         self._segments = Segments(path / "segments", segment_bytes=self._space.segment_bytes, room=self._room)
         opened.callback(self._segments.close)
