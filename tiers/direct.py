@@ -66,6 +66,21 @@ class RecordFile:
             # The file system knows no direct I/O. With O_CREAT the file may be there all the same.
             self.descriptor = os.open(path, flags & ~os.O_EXCL, 0o600)
 
+    def allocate(self, num_bytes: int) -> None:
+        """Take the room for a file of that length, durable after `sync`. Raises OSError."""
+        try:
+            os.posix_fallocate(self.descriptor, 0, num_bytes)
+        except OSError as error:
+            # Where the file system cannot allocate, the C library writes single bytes, which direct I/O refuses.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            with self._buffers.borrow(min(num_bytes, _MAX_RUN_BYTES)) as buffer:
+                buffer[:] = bytes(len(buffer))
+                for start in range(0, num_bytes, len(buffer)):
+                    piece = buffer[: num_bytes - start]
+                    if self._move(os.pwritev, [piece], start) < len(piece):
+                        raise OSError(errno.EIO, "the disk took only a part") from None
+
     def write(self, records: Sequence[Outgoing]) -> None:
         """Write the records; durable after `sync`. Adjacent ones share a system call. Raises OSError."""
         for run in _runs(sorted(records, key=lambda record: record.slot), self._record_bytes):

@@ -267,7 +267,7 @@ class Segments:
         path = self._folder / f"{number:08}-{record_bytes:08}.seg"
         file = RecordFile(path, record_bytes, self._buffers, create=True)
         try:
-            os.posix_fallocate(file.descriptor, 0, size_bytes)
+            file.allocate(size_bytes)
             # The name and the room must be there before the index may speak of them.
             os.fsync(file.descriptor)
             sync_folder(self._folder)

@@ -1,5 +1,7 @@
 """Segment files and their slots: who gets one, when it is free again, when a file goes."""
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,23 @@ def test_slots_that_are_given_back_serve_again(segments: Segments) -> None:
     places = segments.take(RECORD, 64)
     segments.give_back(places[10:20])
     assert sorted(segments.take(RECORD, 100)) == places[10:20]
+
+
+def test_a_file_system_that_cannot_allocate_gets_zeros_written(
+    segments: Segments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the C library writes a byte per page, which direct I/O refuses: on NFS and some FUSE file systems every
+    write of the SSD tier was UNAVAILABLE."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EINVAL, "invalid argument")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr("tiers.direct._MAX_RUN_BYTES", 3 * RECORD)
+    assert len(segments.take(RECORD, 16)) == 16
+    (file,) = (tmp_path / "segments").iterdir()
+    assert file.stat().st_blocks * 512 >= 16 * RECORD
+    assert not any(file.read_bytes())
 
 
 def test_a_retired_slot_waits_for_the_reads_that_began_before(segments: Segments) -> None:
