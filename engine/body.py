@@ -43,6 +43,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Fields of OpenAI's that do not.
 _IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
 
+_MAX_SHOWN_CHARS = 80
+
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
@@ -162,6 +164,8 @@ def _parse(body: bytes, form: type[_Form]) -> _Form:
         elif name in _IGNORED:
             del fields[name]
         elif name not in known:
+            # Comparing takes seconds for a name of some megabytes.
+            name = name[:_MAX_SHOWN_CHARS]
             nearest = difflib.get_close_matches(name, known, 1)
             raise _bad(f"unknown field {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
     try:
@@ -207,7 +211,9 @@ def _sampling(parsed: _Common) -> Sampling:
 
 def _call(parsed: _Common, ask: Ask, model: str, *, is_chat: bool) -> Call:
     if parsed.model is not None and parsed.model != model:
-        raise Refused(404, "model_not_found", f"model {parsed.model!r} is not served here, only {model!r}")
+        raise Refused(
+            404, "model_not_found", f"model {parsed.model[:_MAX_SHOWN_CHARS]!r} is not served here, only {model!r}"
+        )
     options = parsed.stream_options
     return Call(ask, is_chat, bool(parsed.stream), options is not None and options.include_usage)
 

@@ -3,6 +3,7 @@
 Covers: what can be said before a body is read. Does not cover: what requests mean.
 """
 
+import asyncio
 import hmac
 import ipaddress
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from engine.body import Caller
 from engine.turn import Refused
@@ -20,6 +21,7 @@ MAX_BODY_BYTES = 4 << 20
 # Short ones can be tried out.
 _MIN_KEY_CHARS = 16
 _MAX_KEY_FILE_BYTES = 64 << 10
+_BODY_DEADLINE_S = 30.0
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -47,6 +49,8 @@ def read_api_keys(path: Path, default_tenant: str) -> dict[str, str]:
                 f"--api-key-file: line {number} of {path} must be a key of at least {_MIN_KEY_CHARS} characters, "
                 "and its tenant if it has one"
             )
+        if fields[0] in tenants:
+            raise ConfigError(f"--api-key-file: line {number} of {path} holds a key that is there already")
         tenants[fields[0]] = fields[1] if len(fields) == 2 else default_tenant
     if not tenants:
         raise ConfigError(f"--api-key-file: {path} holds no key; example: openssl rand -hex 32 > {path}")
@@ -74,7 +78,7 @@ class Guard:
         """Return who asks. Raises Refused (401, 403, 415)."""
         if self.tenants is None:
             # A web page may point a name of its own at 127.0.0.1; only the Host header tells (DNS rebinding).
-            host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+            host = _host_name(request.headers.get("host", ""))
             if host not in _LOCAL_HOSTS and not is_loopback(host):
                 raise Refused(403, "forbidden_host", "this server answers only to the names of the local machine")
             caller = Caller(self.tenant, may_choose_tenant=True)
@@ -99,11 +103,24 @@ class Guard:
         return found
 
 
-async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Return the body. Raises Refused (413) as soon as it is too long."""
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES, deadline_s: float = _BODY_DEADLINE_S) -> bytes:
+    """Return the body. Raises Refused (413) as soon as it is too long, and where it does not come (408, 400)."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise Refused(413, "too_large", f"the body is longer than {max_bytes} bytes")
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise Refused(413, "too_large", f"the body is longer than {max_bytes} bytes")
+    except TimeoutError:
+        raise Refused(408, "timeout", f"the body did not come within {deadline_s:g} s") from None
+    except ClientDisconnect:
+        raise Refused(400, "disconnected", "the client went away before its body had come") from None
     return bytes(body)
+
+
+def _host_name(header: str) -> str:
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
