@@ -66,7 +66,7 @@ class Runner:
         self._inbox.put(action)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End after the present step; requests that are left get no further event. Idempotent."""
+        """End after the present step; requests that are left end with an error. Idempotent."""
         self._inbox.put(self._stop)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -98,8 +98,7 @@ class Runner:
                 self._turn()
             except Exception as error:
                 _log.exception("the step loop met a fault; the engine answers no more requests")
-                self.fault = f"{type(error).__name__}: {error}"
-                self._scheduler.end_all(f"the engine met a fault: {self.fault}")
+                self.fault = self.fault or f"{type(error).__name__}: {error}"
 
     def _turn(self) -> None:
         while not self._inbox.empty():
@@ -107,7 +106,10 @@ class Runner:
         if self._stopping:
             return
         if self.fault:
+            # Not a step more: what failed may fail again at once, and for ever.
             self._scheduler.end_all(f"the engine met a fault: {self.fault}")
+            self._inbox.get()()
+            return
         pieces = self._scheduler.next_step()
         if pieces:
             self._compute(pieces)
@@ -162,3 +164,4 @@ class Runner:
 
     def _stop(self) -> None:
         self._stopping = True
+        self._scheduler.end_all("the engine is shutting down")

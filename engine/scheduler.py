@@ -210,11 +210,14 @@ class Scheduler:
             self._waiting.remove(request)
         if request in self._active:
             self._active.remove(request)
-        self._caching.count_skipped(request)
-        self._caching.release(request)
         del self._requests[request.id]
-        request.state = RequestState.FINISHED
-        request.listener(Progress(token, reason, error))
+        try:
+            self._caching.count_skipped(request)
+            self._caching.release(request)
+        finally:
+            # Whatever is wrong with its blocks, somebody waits for the end.
+            request.state = RequestState.FINISHED
+            request.listener(Progress(token, reason, error))
 
 
 def step_work(pieces: Sequence[Piece]) -> StepWork:

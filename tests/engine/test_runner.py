@@ -122,6 +122,47 @@ def test_a_fault_of_the_model_ends_every_request_present_and_future() -> None:
     assert "the device is gone" in rig.runner.fault
 
 
+def test_a_fault_of_the_bookkeeping_leaves_no_request_without_an_end() -> None:
+    """A pool that fails made ending the requests fail too: the step loop died, and whoever had asked waited for ever.
+    Where it was the next step that failed, the loop failed over and over, and filled the log."""
+    rig = Rig()
+    num_steps = 0
+
+    def broken(*_: object) -> None:
+        raise ValueError("pool block 3 has no reference to release")
+
+    def no_step() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        raise RuntimeError("no step")
+
+    answers = []
+    rig.pool.release = broken  # type: ignore[method-assign, assignment]
+    for _ in range(3):
+        request, answer = rig.request([1, 2, 3])
+        rig.runner.post(lambda request=request: rig.scheduler.add(request))  # type: ignore[misc]
+        answers.append(answer)
+    with running(rig, FakeStore()):
+        assert all(answer.done.wait(10) for answer in answers)
+        rig.scheduler.next_step = no_step  # type: ignore[method-assign, assignment]
+        for _ in range(3):
+            request, answer = rig.request([1, 2, 3])
+            rig.runner.post(lambda request=request: rig.scheduler.add(request))  # type: ignore[misc]
+            assert answer.done.wait(10)
+    assert "pool block 3" in rig.runner.fault
+    assert num_steps <= 1
+
+
+def test_stopping_ends_what_came_too_late_to_be_computed() -> None:
+    """A request that the consult thread handed over while the engine ended got no event any more."""
+    rig = Rig()
+    with running(rig, FakeStore()):
+        request, answer = rig.request([1, 2, 3], 10)
+        rig.runner.post(lambda: (rig.scheduler.add(request), rig.runner._stop())[1])
+        assert answer.done.wait(10)
+    assert answer.error == "the engine is shutting down"
+
+
 def test_warming_up_measures_prefill_and_leaves_the_pool_as_it_was() -> None:
     rig = Rig(num_pool_blocks=8, chunk_tokens=16)
     rig.clock = time.monotonic  # type: ignore[method-assign]
