@@ -216,6 +216,13 @@ def test_the_engine_knows_the_options_it_is_given(compose: dict[str, Any]) -> No
         assert f'"{option}"' in source or f"{option[2:].replace('-', '_')}: Annotated" in source, option
 
 
+def test_no_container_is_closed_to_the_secrets_it_is_given(compose: dict[str, Any]) -> None:
+    """Compose copies a secret from the environment into the container, and `up` ends with an error where that is
+    read-only (docker/compose#12303, #12531): the file followed the specification and could not be started."""
+    for service in compose["services"].values():
+        assert not (service.get("read_only") and service.get("secrets"))
+
+
 def test_no_port_is_open_to_other_machines_and_no_secret_is_written_down(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
