@@ -1,5 +1,6 @@
 """The S3 tier on a real server: damaged objects, buckets that are missing, forbidden or silent, slow networks."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -194,6 +195,16 @@ def test_wrong_credentials_are_unavailable_and_never_logged(
     assert "forbidden" in caplog.text
     assert "a-wrong-secret" not in caplog.text
     assert access_key not in caplog.text
+
+
+def test_no_credentials_are_logged_even_at_debug(
+    open_s3: OPEN, s3_server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `daemon.log_level = "debug"` boto3 logged every request: the access key, its signature, session ids."""
+    with caplog.at_level(logging.DEBUG):
+        open_s3().records.put("sessions/a", b"text")
+    for secret in (s3_server.access_key, "Signature=", "sessions/a"):
+        assert secret not in caplog.text
 
 
 @pytest.mark.parametrize("content", [None, "", "\n"])
