@@ -1,8 +1,8 @@
 """Grants: the right of one engine to write one block into its slot.
 
 A grant lasts as long as its engine lives: no timer may take a slot from under a copy that is only slow. What an engine
-that died had not committed was never visible, and its slots are free again. While a block is being written, a parent that
-is nowhere but in RAM stays: making room for the tail of a prefix must not lose its head.
+that died had not committed was never visible, and its slots are free again. While a block is written, a parent that is
+only in RAM stays: making room for the tail of a prefix must not lose its head.
 """
 
 from kvstore.core.block import BlockMeta

@@ -246,6 +246,7 @@ class WorkerLink:
                 self._handle(reply)
         if self._gone_at is None and self._process is not None and self._process.poll() is not None:
             self._gone_at = self._clock()
+            self.ready = False
 
     # ------------------------------------------------------------ private
 
@@ -256,8 +257,13 @@ class WorkerLink:
         assert self._socket is not None
         for op, out in batch:
             self._out[op.op] = out
-        # Never blocks: no high-water mark, and what is out is bounded by the windows.
-        self._socket.send(ops.encoder.encode([op for op, _ in batch]))
+        # There is no high-water mark, and what is out is bounded by the windows. But a worker that died a moment ago is
+        # no peer any more, and a plain send would wait for the next one, and all of the daemon with it.
+        try:
+            self._socket.send(ops.encoder.encode([op for op, _ in batch]), zmq.NOBLOCK)
+        except zmq.Again:
+            assert self._process is not None
+            self._process.kill()  # what was sent fails once it is certainly gone
 
     def _handle(self, reply: ops.Reply) -> None:
         match reply:

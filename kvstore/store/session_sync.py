@@ -209,6 +209,10 @@ class SessionSync:
     def _settle_conflict(self, session: Session, record: SessionRecord, found: ops.Result) -> None:
         """The bucket's record is not the one we continued: either ours goes on from it, or ours becomes a fork."""
         if found.outcome == Outcome.MISS:
+            if not session.s3_etag:
+                # Something is there that is no record, or not whole any more, so it is in nobody's use.
+                link = self._links[TierKind.S3]
+                link.record(ops.RecordDelete(link.next_op(), records.record_name(session.key)), lambda _: None)
             session.s3_etag = ""
             return
         if found.outcome != Outcome.OK:

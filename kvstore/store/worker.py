@@ -104,7 +104,7 @@ class Worker:
         self._answers: queue.SimpleQueue[ops.Reply] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="reader")
-        self._reported: Literal["ok", "degraded"] = "ok"
+        self._level_sent = ops.Level(0, 0, None, {})
         self._writes: queue.SimpleQueue[ops.Op | None] = queue.SimpleQueue()
         writers = 1 if batching else max(1, threads // 2)
         self._writers = [threading.Thread(target=self._write_loop, name=f"writer-{i}") for i in range(writers)]
@@ -175,7 +175,7 @@ class Worker:
             _log.exception("an operation failed")
             result = ops.Result(op, Outcome.UNAVAILABLE)
         self._answer(msgspec.structs.replace(result, seconds=time.monotonic() - started))
-        if result.outcome in (Outcome.CORRUPT, Outcome.UNAVAILABLE) or self._reported != "ok":
+        if result.outcome == Outcome.UNAVAILABLE or self._level_sent.state != "ok" or self._has_new_faults():
             self._answer(self._level())
 
     def _read(self, op: ops.Read) -> ops.Result:
@@ -273,14 +273,19 @@ class Worker:
 
     def _level(self) -> ops.Level:
         usage = Usage(0, 0, None)
-        self._reported = "degraded" if getattr(self._tier, "is_left_alone", False) else "ok"
+        state = "degraded" if getattr(self._tier, "is_left_alone", False) else "ok"
         try:
             usage = self._tier.usage()
         except (OSError, KVStoreError) as error:
             # Never the end of the thread that asks: what else was asked of it must be answered.
             _log.warning("the tier cannot say how full it is: %s", error)
-            self._reported = "degraded"
-        return ops.Level(usage.blocks, usage.used_bytes, usage.capacity_bytes, _faults(self._tier), self._reported)
+            state = "degraded"
+        level = ops.Level(usage.blocks, usage.used_bytes, usage.capacity_bytes, _faults(self._tier), state)
+        self._level_sent = level
+        return level
+
+    def _has_new_faults(self) -> bool:
+        return _faults(self._tier) != self._level_sent.faults
 
 
 def _faults(tier: Tier) -> dict[str, int]:

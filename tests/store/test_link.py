@@ -133,6 +133,28 @@ def test_what_a_dead_worker_had_fails_once_it_is_certainly_gone(link: Threadless
     assert not link.load(ops.Read(link.next_op(), packed(1), 0), results.append)
 
 
+def test_a_worker_that_died_a_moment_ago_does_not_hold_up_whoever_sends_to_it(link: ThreadlessLink, rig: Rig) -> None:
+    """A message to a peer that is gone waits for the next peer: the daemon stood still until it was killed."""
+    results: list[ops.Result] = []
+    link.die()
+    link.record(ops.RecordGet(link.next_op(), "sessions/x"), results.append)
+    read(link, 1, results)
+    write(link, 2, results)
+    link.pump()
+    link.receive()
+    rig.clock.now += 0.06
+    link.pump()
+    assert [result.outcome for result in results] == [Outcome.UNAVAILABLE] * 3
+
+
+def test_a_worker_that_hung_up_is_ended(link: ThreadlessLink, rig: Rig) -> None:
+    results: list[ops.Result] = []
+    link.wire.has_peer = False
+    link.record(ops.RecordGet(link.next_op(), "sessions/x"), results.append)
+    rig.settle(seconds=1.0)
+    assert [result.outcome for result in results] == [Outcome.UNAVAILABLE] and link.ready
+
+
 def test_the_last_words_of_a_worker_are_heard(link: ThreadlessLink, rig: Rig) -> None:
     """Why a tier cannot be opened was often lost: the process had ended by the time the message was looked for."""
     link.die()

@@ -47,8 +47,12 @@ class _Wire:
     def __init__(self) -> None:
         self.sent: deque[ops.Op] = deque()
         self.answers: deque[bytes] = deque()
+        self.has_peer = True
 
-    def send(self, frame: bytes, _: int = 0) -> None:
+    def send(self, frame: bytes, flags: int = 0) -> None:
+        if not self.has_peer:
+            assert flags & zmq.NOBLOCK, "this would wait for ever"
+            raise zmq.Again
         self.sent.extend(ops.op_decoder.decode(frame))
 
     def recv(self, _: int) -> bytes:
@@ -70,6 +74,9 @@ class _Process:
 
     def wait(self, timeout: float | None = None) -> int:
         return 0
+
+    def kill(self) -> None:
+        self.status = -9
 
 
 class ThreadlessLink(WorkerLink):
@@ -143,6 +150,7 @@ class ThreadlessLink(WorkerLink):
     def die(self) -> None:
         """The worker's process ends, and with it what it was sent and has not answered."""
         self.wire.close()
+        self.wire.has_peer = False
         cast(_Process, self._process).status = -9
 
     def close(self) -> None:
