@@ -136,9 +136,7 @@ class Client:
 
         Until the stream is left this client is busy with it.
         """
-        attached = self._attached(self._deadline_s)
-        fetch = wire.Fetch(join_keys(keys), deadline_s)
-        return FetchStream(self, attached, self._connection.send(attached.epoch, attached.incarnation, fetch))
+        return FetchStream(self, self.attach(self._deadline_s), wire.Fetch(join_keys(keys), deadline_s))
 
     def store(
         self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
@@ -169,7 +167,7 @@ class Client:
         After a restart of the daemon every grant is STALE: the bytes lie in the old region, which nobody reads.
         """
         granted_by = [self._granted.pop(key, None) for key in keys]
-        attached = self._attached(self._deadline_s)
+        attached = self.attach(self._deadline_s)
         # The new daemon may have granted the same block, under the same generation, to another thread of ours.
         valid = [index for index, one in enumerate(granted_by) if one is None or one is attached]
         outcomes = [Outcome.STALE] * len(keys)
@@ -247,6 +245,15 @@ class Client:
 
     # ------------------------------------------------------------ for FetchStream
 
+    def attach(self, deadline_s: float) -> Attached:
+        """Attach unless that is done. Raises TierUnavailable and ProtocolError."""
+        assert self._attachment is not None, "a console is not attached"
+        return self._attachment.ensure(self._connection, deadline_s)
+
+    def send(self, attached: Attached, body: wire.Message) -> int:
+        """Return the sequence number that the replies will carry. Raises TierUnavailable."""
+        return self._connection.send(attached.epoch, attached.incarnation, body)
+
     def receive(self, attached: Attached, timeout_s: float) -> tuple[int, wire.Reply] | None:
         """The next message of the stream that is open; None at the timeout."""
         try:
@@ -264,18 +271,17 @@ class Client:
     def post(self, attached: Attached, body: wire.Message) -> None:
         """Send a message whose answer nobody waits for."""
         with contextlib.suppress(TierUnavailable, ProtocolError):
-            self._connection.send(attached.epoch, attached.incarnation, body)
+            self.send(attached, body)
 
     # ------------------------------------------------------------ private
 
     def _give_back_unanswered(self) -> None:
         """A grant lasts as long as we live, so those whose commit may never have arrived are given back."""
-        current = self._attached(self._deadline_s)
+        current = self.attach(self._deadline_s)
         while self._unanswered:
             attached, key, generation = self._unanswered[-1]
             if attached is current:
-                give_back = wire.Commit(key, [generation], [False])
-                self._connection.send(attached.epoch, attached.incarnation, give_back)
+                self.send(attached, wire.Commit(key, [generation], [False]))
             self._unanswered.pop()
 
     def _ask(self, body: wire.Message, expected: type[_Reply], deadline_s: float | None) -> _Reply:
@@ -290,7 +296,7 @@ class Client:
         """Ask, if need be after attaching anew; return the reply and the boot of the daemon that it is from."""
         deadline = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
         for is_last_try in (False, True):
-            attached = self._attached(deadline - time.monotonic())
+            attached = self.attach(deadline - time.monotonic())
             try:
                 return self._request(attached, body, expected, deadline - time.monotonic()), attached
             except ProtocolError as error:
@@ -305,10 +311,6 @@ class Client:
         except TierUnavailable:
             self._lost(attached)
             raise
-
-    def _attached(self, deadline_s: float) -> Attached:
-        assert self._attachment is not None, "a console is not attached"
-        return self._attachment.ensure(self._connection, deadline_s)
 
     def _lost(self, attached: Attached) -> None:
         """If the daemon is gone for good, so is the region; one that is only slow is found again by its epoch."""

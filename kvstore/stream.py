@@ -35,6 +35,10 @@ class Channel(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
+    def attach(self, deadline_s: float) -> Attached: ...
+
+    def send(self, attached: Attached, body: wire.Message) -> int: ...
+
     def receive(self, attached: Attached, timeout_s: float) -> tuple[int, wire.Reply] | None: ...
 
     def refused(self, error: ProtocolError, attached: Attached) -> None: ...
@@ -45,11 +49,14 @@ class Channel(Protocol):
 class FetchStream:
     """The blocks of one fetch, as they land. Leaving it ends all pins; thread-confined, one at a time per client."""
 
-    def __init__(self, client: Channel, attached: Attached, sequence: int) -> None:
+    def __init__(self, client: Channel, attached: Attached, request: wire.Fetch) -> None:
+        """Sends the request. Raises TierUnavailable and ProtocolError."""
         self.done = False
         self._client = client
         self._attached = attached
-        self._sequence = sequence
+        self._request = request
+        self._sequence = client.send(attached, request)
+        self._was_sent_again = False
         self._lease: int | None = None
         self._stale = 0
         self._released = False
@@ -117,10 +124,20 @@ class FetchStream:
         except ProtocolError as error:
             self.done = True
             self._client.refused(error, self._attached)
-            raise TierUnavailable("the daemon was restarted") from None
+            if self._lease is not None or self._was_sent_again or self._released:
+                raise TierUnavailable("the daemon was restarted") from None
+            return self._send_again(deadline)
         self._lease = landed.lease
         self.done = landed.done
         return landed
+
+    def _send_again(self, deadline: float) -> wire.Landed | None:
+        """The daemon was restarted since we attached to it, and has nothing of this fetch yet."""
+        self._was_sent_again = True
+        self._attached = self._client.attach(deadline - time.monotonic())
+        self._sequence = self._client.send(self._attached, self._request)
+        self.done = False
+        return self._next(deadline - time.monotonic())
 
     def _block(self, slot: wire.Slot) -> LandedBlock:
         outcome = Outcome(slot.outcome)
