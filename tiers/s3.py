@@ -117,7 +117,8 @@ class S3Tier:
         return outcomes
 
     def usage(self) -> Usage:
-        """Counts what this process stored and deleted, not what others did in the same bucket."""
+        """Counts what this process stored and deleted, not what others did in the same bucket. Bytes of deleted blocks
+        are an estimate, since nobody is told how long they were."""
         with self._counts_lock:
             return Usage(self._num_blocks, self._used_bytes, None)
 
@@ -210,7 +211,9 @@ class S3Tier:
             if error_code(error) not in ("412", "PreconditionFailed"):
                 raise
             return Outcome.EXISTS
-        self._count_blocks(1, len(body))
+        with self._counts_lock:
+            self._num_blocks += 1
+            self._used_bytes += len(body)
         return Outcome.OK
 
     def _delete(self, keys: Sequence[BlockKey], _deadline: float, _attempt: int) -> list[Outcome]:
@@ -221,7 +224,7 @@ class S3Tier:
         refused = {error.get("Key") for error in response.get("Errors", []) if error.get("Code") != "NoSuchKey"}
         self._faults.count("delete_refused", len(refused))
         outcomes = [Outcome.UNAVAILABLE if self._name(key) in refused else Outcome.OK for key in keys]
-        self._count_blocks(-outcomes.count(Outcome.OK), 0)
+        self._uncount_blocks(outcomes.count(Outcome.OK))
         return outcomes
 
     def _name(self, key: BlockKey) -> str:
@@ -229,7 +232,8 @@ class S3Tier:
         text = key.hex()
         return self._settings.key(f"blocks/{text[:2]}/{text}")
 
-    def _count_blocks(self, num_blocks: int, num_bytes: int) -> None:
+    def _uncount_blocks(self, num_blocks: int) -> None:
         with self._counts_lock:
-            self._num_blocks = max(0, self._num_blocks + num_blocks)
-            self._used_bytes += num_bytes
+            left = max(0, self._num_blocks - num_blocks)
+            self._used_bytes = self._used_bytes * left // max(1, self._num_blocks)
+            self._num_blocks = left

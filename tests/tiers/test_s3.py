@@ -100,6 +100,17 @@ def test_another_daemon_finds_the_blocks_and_does_not_replace_them(open_s3: OPEN
     assert fetch(second, 1) == [Outcome.OK]
 
 
+def test_deleted_blocks_take_up_nothing_any_more(open_s3: OPEN) -> None:
+    """Deleting took blocks off the count but no bytes, so `used_bytes` in the statistics only ever grew."""
+    tier = open_s3()
+    store(tier, 1, 2)
+    full = tier.usage()
+    tier.delete([key(1)])
+    assert (tier.usage().blocks, tier.usage().used_bytes) == (1, full.used_bytes // 2)
+    tier.delete([key(2), key(3)])
+    assert (tier.usage().blocks, tier.usage().used_bytes) == (0, 0)
+
+
 def test_prefixes_share_nothing(open_s3: OPEN, s3_settings: S3Settings) -> None:
     store(open_s3(), 1)
     assert fetch(open_s3(replace(s3_settings, prefix=s3_settings.prefix + "x")), 1) == [Outcome.MISS]
