@@ -171,7 +171,7 @@ def compact_index(path: Path) -> None:
 
     Crash-safe: the old file stays until the new one is complete. Raises DamagedEnvironment, TierUnavailable.
     """
-    fresh = path.with_name(path.name + ".compact")
+    fresh = _compacted_path(path)
     fresh.unlink(missing_ok=True)
     environment: Any = open_environment(path, path.stat().st_size)
     try:
@@ -187,6 +187,15 @@ def compact_index(path: Path) -> None:
         os.fsync(file.fileno())
     os.replace(fresh, path)
     sync_folder(path.parent)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete what a process that was killed while it compacted has left: it counts against the cap."""
+    _compacted_path(path).unlink(missing_ok=True)
+
+
+def _compacted_path(path: Path) -> Path:
+    return path.with_name(path.name + ".compact")
 
 
 @contextlib.contextmanager

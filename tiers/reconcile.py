@@ -12,7 +12,7 @@ from kvstore.core.key import BlockKey
 from tiers.direct import record_size
 from tiers.environment import DamagedEnvironment, remove_environment
 from tiers.faults import FaultCounter
-from tiers.index import BlockIndex, compact_index
+from tiers.index import BlockIndex, compact_index, remove_leftovers
 from tiers.segments import Segments
 from tiers.space import DiskSpace
 
@@ -23,6 +23,7 @@ _REMOVE_AT_ONCE = 1000
 def open_index(path: Path, space: DiskSpace, num_slots: int, faults: FaultCounter) -> BlockIndex:
     """Open the index; one that is damaged is counted and replaced by an empty one. Raises TierUnavailable."""
     map_bytes = space.index_bytes(num_slots)
+    remove_leftovers(path)
     try:
         return BlockIndex(path, map_bytes)
     except DamagedEnvironment as error:

@@ -369,6 +369,14 @@ def test_a_start_over_the_cap_drops_whole_segments_first(opened: OPEN) -> None:
     tier.check_integrity()
 
 
+def test_what_a_kill_while_compacting_left_goes_at_the_next_start(opened: OPEN, folder: Path) -> None:
+    """The half-written copy of the index stayed, beyond the cap, until the next time the index was compacted."""
+    opened()
+    (folder / "index.mdb.compact").write_bytes(bytes(MIB))
+    opened()
+    assert not (folder / "index.mdb.compact").exists()
+
+
 def test_an_index_that_is_larger_than_the_cap_allows_is_rewritten(opened: OPEN, folder: Path) -> None:
     tier = opened(max_bytes=64 * MIB, segment_bytes=MIB // 4)
     store(tier, [meta(i, 1) for i in range(5000)])
