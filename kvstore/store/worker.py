@@ -174,9 +174,11 @@ class Worker:
         except Exception:
             _log.exception("an operation failed")
             result = ops.Result(op, Outcome.UNAVAILABLE)
-        self._answer(msgspec.structs.replace(result, seconds=time.monotonic() - started))
+        seconds = time.monotonic() - started
+        # First, so that whoever is told of a fault finds it counted.
         if result.outcome == Outcome.UNAVAILABLE or self._level_sent.state != "ok" or self._has_new_faults():
             self._answer(self._level())
+        self._answer(msgspec.structs.replace(result, seconds=seconds))
 
     def _read(self, op: ops.Read) -> ops.Result:
         with self._region.view(op.offset, op.meta.payload_bytes) as view:
