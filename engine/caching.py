@@ -181,9 +181,8 @@ class BlockCaching:
 
     def next_deadline_s(self) -> float | None:
         """Return when `give_up_late_fetches` may have something to do; None: never."""
-        now = self._clock()
-        waiting = [job.give_up_at_s[0] for job in self._fetches.values() if job.give_up_at_s[0] > now]
-        return min(waiting, default=None)
+        # A mover reports by itself. One that has passed meanwhile counts, else nobody might wake up for it.
+        return min((job.give_up_at_s[0] for job in self._fetches.values() if not job.claimed), default=None)
 
     def cancel_fetch(self, request: Request) -> bool:
         """Ask the request's fetch to end. True: it has not begun and is gone; False: it ends soon and reports."""

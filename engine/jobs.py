@@ -60,6 +60,10 @@ class FetchJob:
     def cancelled(self) -> bool:
         return self._cancelled
 
+    @property
+    def claimed(self) -> bool:
+        return self._claimed
+
 
 @dataclass(eq=False, slots=True)
 class StoreJob:

@@ -221,7 +221,7 @@ class Engine:
 
     def _warm_up(self) -> None:
         room_tokens = min(self.scheduler.max_tokens(), self._max_context_tokens)
-        chunk_tokens = min(self.options.chunk_tokens, room_tokens // 2)
+        chunk_tokens = min(self.options.chunk_tokens, (room_tokens - 1) // 2)
         if chunk_tokens < 1:
             return
         blocks = self.pool.allocate(self._shape.pool_blocks_for(chunk_tokens + max(1, chunk_tokens // 4) + 1))

@@ -25,8 +25,8 @@ OPTIONS = EngineOptions(block_tokens=4, pool_block_tokens=4, chunk_tokens=32, ma
 class Model(FakeModel):
     """`gate` closed: steps wait."""
 
-    def __init__(self) -> None:
-        super().__init__(4, VOCAB)
+    def __init__(self, pool_block_tokens: int = 4) -> None:
+        super().__init__(pool_block_tokens, VOCAB)
         self.spec = SPEC
         self.tokenizer = tiny_tokenizer()
         self.gate = threading.Event()

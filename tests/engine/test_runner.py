@@ -36,13 +36,13 @@ def cached_in(store: FakeStore, rig: Rig, prompt: list[int]) -> Cached:
     return Cached([TierKind.RAM] * found, "never_stored", asked=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_answer_is_right_whatever_kvstore_does(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "pool_block_tokens"), [(0, 4), (1, 2), (2, 1)])
+def test_every_answer_is_right_whatever_kvstore_does(seed: int, pool_block_tokens: int) -> None:
     """Arrivals, cancels, a tiny pool, and a kvstore that is down, refuses, loses, lies and is silent at random."""
     draw = random.Random(seed)
     faults = Faults(down=0.03, refused=0.02, miss=0.03, stale=0.05, silent=0.02, busy=0.15, full=0.02, lost_commit=0.03)
     store = FakeStore(faults, seed)
-    rig = Rig(num_pool_blocks=24, chunk_tokens=8, max_batch=4)
+    rig = Rig(96 // pool_block_tokens, pool_block_tokens, block_tokens=4, chunk_tokens=8, max_batch=4)
     roots = [[draw.randint(0, 9) for _ in range(20)] for _ in range(5)]
     asked: list[tuple[list[int], int, Answer]] = []
     with running(rig, store):

@@ -297,6 +297,18 @@ def test_blocks_of_several_pool_blocks_are_fetched_and_stored_whole() -> None:
     assert request.keys == again.keys[:2]
 
 
+def test_a_deadline_that_has_just_passed_still_wakes_the_step_loop() -> None:
+    """A deadline that passed between looking for late fetches and asking when to look again was left out: the loop
+    slept until something else happened, while every mover was busy with slower fetches."""
+    rig = Rig(num_pool_blocks=30)
+    rig.submit(PROMPT, 2, cached=cached(*[TierKind.RAM] * 3))
+    assert not rig.step()
+    rig.now = 102.5
+    assert rig.scheduler.next_deadline_s() == pytest.approx(102.0)
+    assert rig.movers.fetches[0].claim()
+    assert rig.scheduler.next_deadline_s() is None, "who has begun reports by itself"
+
+
 def test_random_work_in_a_tiny_pool_always_comes_out_right() -> None:
     """Without threads, so that a failure repeats: arrivals, cancels, failing fetches, slow acknowledgements."""
     for seed in range(8):

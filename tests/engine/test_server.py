@@ -14,9 +14,10 @@ import typer
 from typer.testing import CliRunner
 
 from engine import server
+from engine.service import Engine, EngineOptions
 from kvstore.core.outcome import TierKind
-from tests.engine.fakes import FakeStore, continuation
-from tests.engine.serving import OPTIONS, Served, serving
+from tests.engine.fakes import FakeHbm, FakeStore, continuation, fake_pool
+from tests.engine.serving import OPTIONS, Model, Served, serving
 from tests.engine.tiny_tokenizer import END, VOCAB
 
 KEYS = {"key-of-the-first-one": "", "key-of-the-other-one": "other"}
@@ -322,6 +323,15 @@ def test_a_fault_of_the_model_shows_in_health() -> None:
         assert served.complete([1, 2]).status_code == 500
         assert served.http.get("/health").status_code == 503
         assert served.complete([1, 2]).status_code == 503
+
+
+def test_the_smallest_pool_is_warmed_up_too() -> None:
+    """Warming up took one token more than a pool of two tokens has, and the engine did not start."""
+    for num_pool_blocks in range(1, 12):
+        pool = fake_pool(num_pool_blocks, 1)
+        options = EngineOptions(block_tokens=1, pool_block_tokens=1, chunk_tokens=32)
+        model = Model(pool_block_tokens=1)
+        Engine(model, pool, FakeHbm(pool), options)._warm_up()
 
 
 def test_stopping_lets_running_requests_end() -> None:
