@@ -13,20 +13,22 @@ _IGNORED_THREADS = ("TMonitor",)
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What this process holds open at one moment. Each member is a set of names; `files` counts equal ones apart."""
+    """What this process holds open at one moment, by name; `files` counts equal ones apart, `children` go by their
+    process with the command as its description."""
 
     files: frozenset[str]
     threads: frozenset[str]
-    children: frozenset[str]
+    children: dict[str, str]
     mappings: frozenset[str]
 
     def beyond(self, before: "Opened") -> list[str]:
         """Return a line for each thing that is open now and was not `before`."""
-        return [
+        left = [
             f"{kind}: {name}"
-            for kind in ("files", "threads", "children", "mappings")
+            for kind in ("files", "threads", "mappings")
             for name in sorted(getattr(self, kind) - getattr(before, kind))
         ]
+        return left + [f"children: {pid} {name}" for pid, name in self.children.items() if pid not in before.children]
 
 
 def look() -> Opened:
@@ -54,8 +56,8 @@ def _threads() -> frozenset[str]:
     )
 
 
-def _children() -> frozenset[str]:
-    found = set()
+def _children() -> dict[str, str]:
+    found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             pids = (task / "children").read_text().split()
@@ -64,11 +66,12 @@ def _children() -> frozenset[str]:
         for pid in pids:
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                # By its start: whether it sleeps or runs changes, and a command line is another after an exec.
+                started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
             except OSError:
                 continue
-            found.add(f"{pid} [{state}] {command[:120]}")
-    return frozenset(found)
+            found[f"{pid} since {started}"] = command[:120]
+    return found
 
 
 def _mappings() -> frozenset[str]:
