@@ -277,7 +277,17 @@ class Demo:
                 time.sleep(0.1)
 
     def _evict(self, daemon: Daemon) -> None:
-        command = [sys.executable, "-m", "kvstore", "evict", "--tier", "ram,ssd", "--run-dir", str(daemon.run_dir)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "kvstore",
+            "evict",
+            "--tier",
+            "ram,ssd",
+            "--run-dir",
+            str(daemon.run_dir),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise KVStoreError(f"kvstore evict ended with {done.returncode}: {done.stderr}")

@@ -85,7 +85,7 @@ class EngineProcess:
 def _start(module: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", *module],
+            [sys.executable, "-P", "-m", *module],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -112,7 +112,10 @@ class WorkerLink:
             self._socket.setsockopt(zmq.SNDHWM, 0)
             self._socket.bind(self._settings.socket)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore.store.worker"], stdin=subprocess.PIPE, env=_worker_environment()
+                # -P: modules come from where we are installed, never from the folder the daemon was started in.
+                [sys.executable, "-P", "-m", "kvstore.store.worker"],
+                stdin=subprocess.PIPE,
+                env=_worker_environment(),
             )
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
