@@ -40,10 +40,8 @@ class LmdbRecords:
         try:
             self._environment: Any = open_environment(path, max_bytes)
         except DamagedEnvironment as error:
-            kept = _free_name(path)
+            kept = _set_aside(path)
             _logger.error("the session records are damaged (%s) and were set aside as %s", error, kept.name)
-            path.rename(kept)
-            lock_path(path).unlink(missing_ok=True)
             self._environment = open_environment(path, max_bytes)
         self._calls = RunningCalls()
 
@@ -118,8 +116,9 @@ def _tag(value: bytes) -> str:
     return str(_REVISION.unpack_from(value)[0])
 
 
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (kept := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged file. One is kept, the newest: a disk that damages files again and again must not fill up."""
+    kept = path.with_name(f"{path.name}.damaged")
+    path.replace(kept)
+    lock_path(path).unlink(missing_ok=True)
     return kept

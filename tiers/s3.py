@@ -20,7 +20,7 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from kvstore.core.block import HEADER_BYTES, BlockMeta, checksum, encode_header, verify
 from kvstore.core.errors import CorruptBlock, TierUnavailable
@@ -192,9 +192,17 @@ class S3Tier:
             verify(meta, header, view)
         except CorruptBlock as error:
             self._faults.count("corrupt", detail=f"block {meta.key.hex()[:12]}: {error}")
-            self._client.delete_object(Bucket=self._settings.bucket, Key=self._name(meta.key))
+            self._quarantine(meta.key)
             return Outcome.CORRUPT
         return Outcome.OK
+
+    def _quarantine(self, key: BlockKey) -> None:
+        """Delete a damaged copy. Where that is refused (credentials that may only read) or fails, it stays, and answers
+        CORRUPT to the next reader: no reason to take the whole bucket for sick."""
+        try:
+            self._client.delete_object(Bucket=self._settings.bucket, Key=self._name(key))
+        except (BotoCoreError, ClientError):
+            self._faults.count("delete_refused", detail=f"the damaged block {key.hex()[:12]} stays in the bucket")
 
     def _put(self, meta: BlockMeta, payload: memoryview, deadline: float, _attempt: int) -> Outcome:
         # Joined, since boto3 takes no pieces.

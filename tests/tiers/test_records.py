@@ -44,7 +44,8 @@ def test_a_store_without_room_says_so_and_goes_on(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_damaged_file_is_set_aside_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_set_aside_and_the_newest_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each damaged file was kept, without end and beyond the tier's cap."""
     path = tmp_path / "records.mdb"
     for turn in (1, 2):
         path.write_bytes(b"damaged %d " % turn * 1000)
@@ -52,5 +53,6 @@ def test_a_damaged_file_is_set_aside_and_kept(tmp_path: Path, caplog: pytest.Log
         assert list(store.names("")) == []
         assert store.put("a", b"1") is not None
         store.close()
-        assert (tmp_path / f"records.mdb.damaged-{turn}").read_bytes().startswith(b"damaged %d" % turn)
+        assert (tmp_path / "records.mdb.damaged").read_bytes().startswith(b"damaged %d" % turn)
+        assert len(list(tmp_path.glob("*.damaged*"))) == 1
     assert "set aside" in caplog.text

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from botocore.exceptions import ClientError
 
 from kvstore.core.block import HEADER_BYTES
 from kvstore.core.errors import ConfigError, TierUnavailable
@@ -149,6 +150,24 @@ def test_a_damaged_object_is_corrupt_once_then_heals(
     assert store(tier, 1) == [Outcome.OK]
     assert fetch(tier, 1, 2) == [Outcome.OK, Outcome.OK]
     assert tier.faults() == {"corrupt": 1}
+
+
+def test_a_damaged_object_that_may_not_be_deleted_is_corrupt_and_the_bucket_well(
+    open_s3: OPEN, bucket: Bucket, s3_settings: S3Settings
+) -> None:
+    """With credentials that may only read, each damaged object answered UNAVAILABLE, and some of them closed the whole
+    bucket."""
+    tier = open_s3()
+    store(tier, 1, 2)
+    bucket.put(name_of(s3_settings, 1), b"damaged")
+
+    def refuse(**_: object) -> None:
+        raise ClientError({"Error": {"Code": "AccessDenied"}}, "DeleteObject")
+
+    tier._client.delete_object = refuse  # type: ignore[method-assign, assignment]
+    for _ in range(8):
+        assert fetch(tier, 1, 2) == [Outcome.CORRUPT, Outcome.OK]
+    assert tier.faults() == {"corrupt": 8, "delete_refused": 8}
 
 
 def test_a_batch_larger_than_one_delete_request_is_deleted(open_s3: OPEN) -> None:
