@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore import wire
-from kvstore.connection import Connection, lock
+from kvstore.connection import Connection, daemon_lives, lock
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import Namespace
 from kvstore.wire import ErrorCode
@@ -106,6 +106,8 @@ class Attachment:
     # ------------------------------------------------------------ private
 
     def _attach(self, connection: Connection, deadline: float) -> Attached:
+        if not daemon_lives(self._run_dir):
+            raise TierUnavailable(f"no daemon runs in {self._run_dir}")
         request = wire.Attach(self._spec, self._hold_liveness(), self._name)
         reply = connection.request(0, 0, request, deadline - time.monotonic())
         if not isinstance(reply, wire.Attached):
