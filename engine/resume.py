@@ -50,7 +50,7 @@ class SessionKeeper:
         tenant, asked_id = turn.ask.tenant, turn.ask.session_id
         local = self._local.get(tenant, self._local.resolve(tenant, asked_id))
         if local is not None and local.unsaved:
-            self._put_again(local)
+            self._put_again(local, _CHECK_DEADLINE_S)
         turn.session_id = local.id if local is not None else self._local.resolve(tenant, asked_id)
         turn.version = 0 if local is None else local.version
         if self._links is None or (local is not None and local.unsaved):
@@ -143,7 +143,7 @@ class SessionKeeper:
         self._counters.add("sessions_kept_here")
         return Saved(session_id, revision, forked, in_kvstore=False)
 
-    def _put_again(self, session: LocalSession) -> bool:
+    def _put_again(self, session: LocalSession, deadline_s: float | None = None) -> bool:
         """Whether the session needs no further attempt."""
         assert self._links is not None, "without a kvstore nothing is unsaved"
         put = SessionPut(
@@ -155,7 +155,7 @@ class SessionKeeper:
             keys=join_keys(session.keys),
         )
         try:
-            saved = self._links.client(session.tenant).session_put(put)
+            saved = self._links.client(session.tenant).session_put(put, deadline_s)
         except TierUnavailable:
             return False
         except ProtocolError as error:

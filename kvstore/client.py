@@ -136,7 +136,7 @@ class Client:
 
         Until the stream is left this client is busy with it.
         """
-        return FetchStream(self, self.attach(self._deadline_s), wire.Fetch(join_keys(keys), deadline_s))
+        return FetchStream(self, self.attach(min(self._deadline_s, deadline_s)), wire.Fetch(join_keys(keys), deadline_s))
 
     def store(
         self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
@@ -216,8 +216,8 @@ class Client:
                 return None
             raise
 
-    def session_put(self, put: wire.SessionPut) -> wire.SessionSaved:
-        return self._ask(put, wire.SessionSaved, None)
+    def session_put(self, put: wire.SessionPut, deadline_s: float | None = None) -> wire.SessionSaved:
+        return self._ask(put, wire.SessionSaved, deadline_s)
 
     def session_list(self, tenant: str | None = None, limit: int = 1000) -> wire.Sessions:
         return self._ask(wire.SessionList(tenant, limit), wire.Sessions, None)

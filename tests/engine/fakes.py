@@ -280,7 +280,7 @@ class FakeClient:
     ) -> wire.SessionView | None:
         return self._call().sessions.get((tenant, session_id))
 
-    def session_put(self, put: wire.SessionPut) -> wire.SessionSaved:
+    def session_put(self, put: wire.SessionPut, deadline_s: float | None = None) -> wire.SessionSaved:
         store = self._call()
         if store.put_refused:
             raise ProtocolError(store.put_refused, "not now")
