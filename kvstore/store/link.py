@@ -30,6 +30,8 @@ _STORE_AT_LEAST_EVERY_S = 0.25
 MAX_WAITING_LOADS = 65_536
 # Of records, which go out at once, no more than this many are under way.
 MAX_RECORDS = 1024
+# What a tier holds comes in many messages after a start, and others wait for the control thread meanwhile.
+_RECEIVE_S = 0.02
 # What a process said last is on its way for a moment after its end.
 _LAST_WORDS_S = 0.05
 # A worker that lived so long did not die of how it was started.
@@ -215,7 +217,8 @@ class WorkerLink:
         """
         now = self._clock()
         if self._gone_at is not None and now >= self._gone_at + _LAST_WORDS_S:
-            self.receive()
+            while self.receive():
+                pass
             self._lost()
         if self._restart_at is not None and now >= self._restart_at:
             self.start()
@@ -236,20 +239,27 @@ class WorkerLink:
         if batch:
             self._send(batch)
 
-    def receive(self) -> None:
-        """Take in all answers that are there, and notice whether the process is gone."""
+    def receive(self) -> bool:
+        """Take in the answers that are there, for a moment at most; return whether there may be more.
+
+        Notices whether the process is gone.
+        """
         if self._socket is None:
-            return
-        while True:
+            return False
+        until = self._clock() + _RECEIVE_S
+        more = True
+        while self._clock() < until:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                more = False
                 break
             for reply in ops.reply_decoder.decode(frame):
                 self._handle(reply)
         if self._gone_at is None and self._process is not None and self._process.poll() is not None:
             self._gone_at = self._clock()
             self.ready = False
+        return more
 
     # ------------------------------------------------------------ private
 

@@ -35,7 +35,7 @@ from tiers.base import RecordStore, Tier, Usage
 from tiers.region import Region
 
 _log = logging.getLogger(__name__)
-_RECOVERED_PER_MESSAGE = 4096
+_RECOVERED_PER_MESSAGE = 512
 _SSD_BATCH_BYTES = 32 << 20
 
 
