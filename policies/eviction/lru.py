@@ -44,7 +44,7 @@ class Lru:
         if not len(ids):
             return
         self._grow(int(ids.max()) + 1)
-        self._count += int(np.unique(ids[self._used[ids] == _OUT]).size)
+        self._count += len(set(ids[self._used[ids] == _OUT].tolist()))
         self._touch(ids)
         for block in blocks:
             self._stop_waiting(self._view.parent(block))
