@@ -83,6 +83,17 @@ class DaemonProcess:
         with contextlib.closing(Client(self.run_dir)) as console:
             until(lambda: console.ping() > 0 or self._process is None, READY_S)
 
+    def start_refused(self, deadline_s: float = 20.0) -> str:
+        """Start one that must end by itself, and not in good order; return its log."""
+        with self.spawn() as process:
+            try:
+                assert process.wait(deadline_s) != 0
+            finally:
+                process.kill()
+        log = self.log.read_text()
+        assert "Traceback" not in log, log
+        return log
+
     def kill(self) -> None:
         """kill -9"""
         self.process.kill()
