@@ -145,7 +145,7 @@ class Client:
         self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
     ) -> StoreGrant:
         """Ask for slots for consecutive blocks of one prefix; `parent` is the key before the first (the namespace's
-        root at depth 0). What is granted must be committed, as written or not."""
+        root at depth 0), at most 1024 at once. What is granted must be committed, as written or not."""
         self._give_back_unanswered()
         request = wire.Store(join_keys(keys), parent, depth)
         granted, attached = self._ask_attached(request, wire.Granted, deadline_s)

@@ -36,7 +36,9 @@ from tiers.ram import RamTier
 from tiers.region import Region
 
 _log = logging.getLogger(__name__)
+# What has landed meanwhile is told after so many messages, or so long.
 _MESSAGES_PER_TURN = 64
+_MESSAGES_S = 0.01
 # Past this libzmq drops the peer; up to it we answer with an error that says what was wrong.
 _MAX_FRAME_BYTES = 8 * wire.MAX_BODY_BYTES
 _START_DEADLINE_S = 120.0
@@ -230,7 +232,10 @@ class Daemon:
                 link.receive()
 
     def _receive(self) -> None:
+        until = time.monotonic() + _MESSAGES_S
         for _ in range(_MESSAGES_PER_TURN):
+            if time.monotonic() > until:
+                return
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

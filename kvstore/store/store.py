@@ -39,7 +39,8 @@ _LIVENESS_EVERY_S = 0.5
 _HOUSEKEEPING_EVERY_S = 0.1
 _EXPIRY_EVERY_S = 5.0
 _BUSY_RETRY_S = 0.05
-MAX_BLOCKS_PER_STORE = 4096
+# About 30 ms of the control thread.
+MAX_BLOCKS_PER_STORE = 1024
 
 
 class Store:

@@ -155,7 +155,7 @@ def test_a_block_with_the_wrong_parent_or_depth_is_rejected_alone(make_rig: Make
         wire.Store(b"x" * 32, b"short", 0),
         wire.Store(b"x" * 32, NAMESPACE.root(), -1),
         wire.Store(b"x" * 32, NAMESPACE.root(), 1 << 40),
-        wire.Store(b"x" * 32 * 4097, NAMESPACE.root(), 0),
+        wire.Store(b"x" * 32 * 1025, NAMESPACE.root(), 0),
     ],
 )
 def test_a_store_that_makes_no_sense_is_refused_as_a_whole(make_rig: MakeRig, request_: wire.Store) -> None:

@@ -166,7 +166,7 @@ def store_all(client: Client, namespace: Namespace, keys: Sequence[BlockKey], de
 
     def go_on() -> bool:
         nonlocal done
-        outcomes = store(client, namespace, keys, done)
+        outcomes = store(client, namespace, keys[: done + 512], done)
         while outcomes and outcomes[0] in (Outcome.OK, Outcome.EXISTS):
             done += 1
             outcomes.pop(0)
