@@ -139,7 +139,8 @@ class Client:
 
         Until the stream is left this client is busy with it.
         """
-        return FetchStream(self, self.attach(min(self._deadline_s, deadline_s)), wire.Fetch(join_keys(keys), deadline_s))
+        attached = self.attach(min(self._deadline_s, deadline_s))
+        return FetchStream(self, attached, wire.Fetch(join_keys(keys), deadline_s))
 
     def store(
         self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
