@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.rig import Rig
+from tests.support.sessions import Bucket
 
 
 @pytest.fixture
@@ -20,3 +21,8 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     yield make
     for rig in rigs:
         rig.close()
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return Bucket()

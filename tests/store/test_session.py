@@ -13,26 +13,11 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.key import join_keys
 from kvstore.store import record as records
 from kvstore.store.engines import Engine
-from tests.support.chats import Prefix, namespace
+from tests.support.chats import Prefix
 from tests.support.rig import Rig
+from tests.support.sessions import NAMESPACE, get, ids, put, view
 
-NAMESPACE = namespace()
 MakeRig = Callable[..., Rig]
-
-
-def put(
-    num_blocks: int = 2, revision: int = 0, session_id: str = "chat", seed: int = 1, **changes: Any
-) -> wire.SessionPut:
-    prefix = Prefix(NAMESPACE, seed, num_blocks)
-    fields: dict[str, Any] = {
-        "id": session_id,
-        "tenant": "",
-        "namespace": NAMESPACE.digest(),
-        "revision": revision,
-        "messages": [wire.ChatMessage("user", f"said {seed}", prefix.tokens)],
-        "keys": join_keys(prefix.keys),
-    }
-    return wire.SessionPut(**(fields | changes))
 
 
 @pytest.fixture
@@ -43,24 +28,6 @@ def rig(make_rig: MakeRig) -> Rig:
 @pytest.fixture
 def engine(rig: Rig) -> Engine:
     return rig.attach(NAMESPACE)
-
-
-def get(rig: Rig, session_id: str = "chat", digest: bytes = NAMESPACE.digest(), tenant: str = "") -> wire.Message:
-    replies: list[wire.Message] = []
-    rig.store.sessions.get(wire.SessionGet(session_id, tenant, digest), replies.append)
-    rig.settle()
-    (answer,) = replies
-    return answer
-
-
-def view(rig: Rig, session_id: str = "chat") -> wire.SessionView:
-    answer = get(rig, session_id)
-    assert isinstance(answer, wire.SessionFound), answer
-    return answer.session
-
-
-def ids(rig: Rig) -> set[str]:
-    return {view.id for view in rig.store.sessions.list(wire.SessionList()).sessions}
 
 
 def test_a_turn_goes_on_from_the_revision_it_began_from(rig: Rig, engine: Engine) -> None:

@@ -1,0 +1,259 @@
+"""A daemon is sent every message, well formed and not: each gets its one answer, and the daemon goes on."""
+
+import contextlib
+import math
+import random
+import struct
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvstore import wire
+from kvstore.client import Client
+from kvstore.wire import ErrorCode
+from tests.support.daemons import DaemonProcess
+from tests.support.messages import KEYS, MESSAGE, NAMESPACE, REQUESTS, SPEC, mutate, name
+
+
+class Raw:
+    """A peer that sends what it likes."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(f"ipc://{run_dir}/control.sock")
+        self._sequence = 0
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self) -> tuple[wire.Header, wire.Message]:
+        assert self._socket.poll(5000), "there was no answer"
+        header, body = self._socket.recv_multipart()
+        return wire.decode_header(header), wire.decode_reply(body)
+
+    def ask(self, body: bytes | wire.Message, epoch: int = 0, incarnation: int = 0) -> wire.Message:
+        self._sequence += 1
+        frame = body if isinstance(body, bytes) else wire.encode(body)
+        self.send(wire.Header(epoch, incarnation, self._sequence).encode(), frame)
+        while True:
+            header, answer = self.receive()
+            if header.sequence == self._sequence:
+                return answer
+
+    def refused(self, *args: typing.Any) -> str:
+        answer = self.ask(*args)
+        assert isinstance(answer, wire.Error), answer
+        assert answer.message
+        return answer.code
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    zmq.Context.instance().socket(zmq.DEALER).close()  # made once for this process, and not by a test
+    made = DaemonProcess(tmp_path_factory.mktemp("wire"), {})
+    made.start()
+    yield made
+    errors = made.errors()
+    assert "internal" not in errors, made.log.read_text()
+    assert made.stop() == 0
+    made.close()
+
+
+@pytest.fixture
+def peer(daemon: DaemonProcess) -> Iterator[Raw]:
+    made = Raw(daemon.run_dir)
+    yield made
+    assert isinstance(made.ask(wire.Ping()), wire.Pong), "the daemon does not go on"
+    made.close()
+
+
+@pytest.fixture
+def engine(daemon: DaemonProcess) -> Iterator[tuple[int, int]]:
+    """An attached engine: epoch and incarnation."""
+    with contextlib.closing(Client(daemon.run_dir, namespace=NAMESPACE)) as client:
+        client.ping()
+        attached = client.attach(1.0)
+        yield attached.epoch, attached.incarnation
+
+
+def test_every_request_of_an_attached_engine_gets_its_reply(peer: Raw, engine: tuple[int, int]) -> None:
+    expected = {
+        "Ping": wire.Pong,
+        "Detach": wire.Done,
+        "Lookup": wire.Found,
+        "Fetch": wire.Landed,
+        "Release": wire.Done,
+        "Store": wire.Granted,
+        "Commit": wire.Committed,
+        "Report": wire.Done,
+        "Observe": wire.Done,
+        "SessionGet": wire.SessionFound,
+        "SessionPut": wire.SessionSaved,
+        "SessionList": wire.Sessions,
+        "SessionPin": wire.Done,
+        "SessionDelete": wire.SessionDeleted,
+        "Evict": wire.Evicted,
+        "Stats": wire.StatsReply,
+    }
+    samples = {name(message): message for message in reversed(REQUESTS)}
+    order = ["SessionPut", *(kind for kind in expected if kind not in ("SessionPut", "Detach")), "Detach"]
+    for kind in order:
+        assert isinstance(peer.ask(samples[kind], *engine), expected[kind]), kind
+    assert isinstance(peer.ask(samples["Attach"]), wire.Error)  # nobody holds the lock on "file"
+
+
+ATTACHED_ONLY = {"Detach", "Lookup", "Fetch", "Release", "Store", "Commit", "SessionPut", "Report", "Observe"}
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=name)
+def test_only_requests_that_touch_no_memory_may_come_from_anybody(
+    peer: Raw, engine: tuple[int, int], message: wire.Message
+) -> None:
+    epoch, incarnation = engine
+    for claimed, code in (
+        ((0, 0), ErrorCode.NOT_ATTACHED),
+        ((0, incarnation), ErrorCode.NOT_ATTACHED),
+        ((epoch - 1, incarnation), ErrorCode.STALE_EPOCH),
+        ((epoch, incarnation + 1000), ErrorCode.NOT_ATTACHED),
+        ((epoch, (1 << 64) - 1), ErrorCode.NOT_ATTACHED),
+    ):
+        if name(message) in ATTACHED_ONLY:
+            assert peer.refused(message, *claimed) == code
+        else:
+            answer = peer.ask(message, *claimed)
+            assert not isinstance(answer, wire.Error) or answer.code in (ErrorCode.NOT_FOUND, ErrorCode.BAD_REQUEST)
+
+
+BAD_REQUESTS: list[wire.Message] = [
+    wire.Attach(SPEC, "../daemon.lock"),
+    wire.Attach(SPEC, ""),
+    wire.Attach(SPEC, "nul\0"),
+    wire.Attach(msgspec.structs.replace(SPEC, digest=b"short"), "file"),
+    wire.Attach(msgspec.structs.replace(SPEC, root=b""), "file"),
+    wire.Attach(msgspec.structs.replace(SPEC, block_bytes=0), "file"),
+    wire.Attach(msgspec.structs.replace(SPEC, block_bytes=-1), "file"),
+    wire.Attach(msgspec.structs.replace(SPEC, block_bytes=1 << 60), "file"),
+    wire.Attach(msgspec.structs.replace(SPEC, block_tokens=0), "file"),
+    wire.Lookup(b""),
+    wire.Lookup(b"x" * 31),
+    wire.Lookup(b"x" * 32 * (wire.MAX_KEYS + 1)),
+    wire.Fetch(b"", 1.0),
+    wire.Fetch(KEYS, 0.0),
+    wire.Fetch(KEYS, -1.0),
+    wire.Fetch(KEYS, math.nan),
+    wire.Fetch(KEYS, math.inf),
+    wire.Store(b"", NAMESPACE.root(), 0),
+    wire.Store(KEYS, b"", 0),
+    wire.Store(KEYS, NAMESPACE.root(), -1),
+    wire.Store(KEYS, NAMESPACE.root(), 1 << 62),
+    wire.Commit(b"", [], []),
+    wire.Commit(KEYS, [1], [True]),
+    wire.Report("r", 100, -1, 101, 0, 0, 0, {}, "p", 0.5),
+    wire.Report("r", 100, 0, 0, 0, 0, 100, {}, "p", math.nan),
+    wire.SessionGet("chat", "", NAMESPACE.digest(), math.nan),
+    wire.SessionGet("chat", "", NAMESPACE.digest(), 1e9),
+    wire.SessionPut("", "", NAMESPACE.digest(), 0, [MESSAGE], KEYS),
+    wire.SessionPut("a" * 201, "", NAMESPACE.digest(), 0, [MESSAGE], KEYS),
+    wire.SessionPut("a\0", "", NAMESPACE.digest(), 0, [MESSAGE], KEYS),
+    wire.SessionPut("a", "t" * 999, NAMESPACE.digest(), 0, [MESSAGE], KEYS),
+    wire.SessionPut("a", "", b"", 0, [MESSAGE], KEYS),
+    wire.SessionPut("a", "", NAMESPACE.digest(), -7, [MESSAGE], KEYS),
+    wire.SessionPut("a", "", NAMESPACE.digest(), 0, [MESSAGE], KEYS + b"x"),
+    wire.SessionPut("a", "", NAMESPACE.digest(), 0, [], KEYS),
+    wire.SessionPut("a", "", NAMESPACE.digest(), 0, [MESSAGE], KEYS, ttl_s=math.nan),
+    wire.Evict([]),
+    wire.Evict(["hbm"]),
+    wire.Evict(["s3"]),
+    wire.Evict(["ram", "\U0001f642"]),
+]
+
+
+@pytest.mark.parametrize("message", BAD_REQUESTS, ids=lambda m: f"{name(m)}-{BAD_REQUESTS.index(m)}")
+def test_a_request_that_makes_no_sense_is_refused_with_a_reason(
+    peer: Raw, engine: tuple[int, int], message: wire.Message
+) -> None:
+    assert peer.refused(message, *engine) == ErrorCode.BAD_REQUEST
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.SessionGet("unknown", "", NAMESPACE.digest()),
+        wire.SessionGet("unknown"),
+        wire.SessionPin("unknown", True),
+        wire.SessionDelete("unknown"),
+        wire.SessionDelete("unknown", "t", b"short"),
+    ],
+    ids=name,
+)
+def test_an_unknown_session_is_told_to_be_unknown(peer: Raw, message: wire.Message) -> None:
+    assert peer.refused(message) == ErrorCode.NOT_FOUND
+
+
+def test_a_lease_that_is_not_there_may_be_released(peer: Raw, engine: tuple[int, int]) -> None:
+    for lease in (0, -5, 1 << 62):
+        assert peer.ask(wire.Release(lease, None, 1 << 62), *engine) == wire.Done()
+        assert peer.ask(wire.Release(lease, [-1, 1 << 62], -4), *engine) == wire.Done()
+
+
+def test_a_message_of_too_few_or_too_many_frames_is_refused(peer: Raw) -> None:
+    header, body = wire.Header(0, 0, 77).encode(), wire.encode(wire.Ping())
+    for frames in ([header], [b""], [header, body, body], [b"", header, body], [body, header]):
+        peer.send(*frames)
+        _, answer = peer.receive()
+        assert isinstance(answer, wire.Error) and answer.code == ErrorCode.MALFORMED
+
+
+def test_a_client_of_another_protocol_version_is_told_what_to_install(peer: Raw) -> None:
+    frame = wire.Header(0, 0, 5).encode()
+    for version in (0, 2, 65_535):
+        peer.send(frame[:2] + struct.pack("<H", version) + frame[4:], b"whatever that version says")
+        header, answer = peer.receive()
+        assert header.sequence == 5 and isinstance(answer, wire.Error)
+        assert answer.code == ErrorCode.VERSION and "same release" in answer.message
+
+
+def test_an_over_long_message_is_refused_and_a_longer_one_costs_its_sender_the_connection(
+    daemon: DaemonProcess, peer: Raw
+) -> None:
+    assert peer.refused(b"x" * (wire.MAX_BODY_BYTES + 1)) == ErrorCode.TOO_LONG
+    reckless = Raw(daemon.run_dir)
+    reckless.send(wire.Header(0, 0, 1).encode(), b"x" * (9 * wire.MAX_BODY_BYTES))
+    reckless.send(wire.Header(0, 0, 2).encode(), wire.encode(wire.Ping()))
+    for _ in range(20):
+        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+    reckless.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_messages_are_answered_one_for_one(peer: Raw, engine: tuple[int, int], seed: int) -> None:
+    choice = random.Random(seed)
+    samples = [m for m in REQUESTS if name(m) not in ("Detach", "Evict")]
+    for _ in range(150):
+        frame = mutate(wire.encode(choice.choice(samples)), choice.randrange(1 << 32))
+        assert peer.ask(frame, *engine) is not None
+
+
+def test_random_frames_do_no_harm(daemon: DaemonProcess, peer: Raw) -> None:
+    choice = random.Random(5)
+    noise = Raw(daemon.run_dir)
+    for _ in range(300):
+        noise.send(*(choice.randbytes(choice.choice((0, 1, 32, 36, 500))) for _ in range(choice.randint(1, 5))))
+    assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+    noise.close()
+
+
+def test_a_peer_that_never_reads_does_not_hold_up_the_others(daemon: DaemonProcess, peer: Raw) -> None:
+    deaf = Raw(daemon.run_dir)
+    for number in range(3000):
+        deaf.send(wire.Header(0, 0, number).encode(), wire.encode(wire.Stats()))
+    assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+    deaf.close()
