@@ -39,6 +39,7 @@ from kvstore.s3server import REGION, S3Server
 _DURABLE_DEADLINE_S = 180.0
 _BUCKET = "kvstore-demo"
 _TURNS = 7
+_WIDTH = 100
 # Where no ratio is promised, fewer prompts are recomputed: each takes seconds.
 _TIMED_BESIDE = 2
 
@@ -72,7 +73,8 @@ SMOLLM2 = Scale("SmolLM2-135M-Instruct, float32", (), 16 * 46_080)
 
 def run(report_path: Path, scale: Scale = SMOLLM2) -> int:
     """Run everything, print the table, write the report; return 0 if every token was equal."""
-    console = Console()
+    # A file or pipe has no width of its own; the table needs this much.
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     with contextlib.ExitStack() as stack:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -53,26 +54,33 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print one line per interruption: medians over its sessions, sums of tokens."""
-    table = Table(title="sessions resumed after each interruption", title_justify="left")
-    columns = ("what was taken away", "turns", "prompt", "hbm", "ram", "ssd", "s3", "recomputed")
-    for column in (*columns, "TTFT", "recomputed TTFT", "ratio", "tokens equal"):
-        table.add_column(column, justify="left" if column == columns[0] else "right")
+    title = "sessions resumed after each interruption"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("taken away", min_width=18)
+    for column in ("turns", "prompt", "served from", "new", "TTFT", "cold", "ratio", "equal"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         sums = _summary(row)
-        served = [f"{sums['served_tokens'][tier.label]:,}" for tier in TierKind]
+        served = [f"{name} {tokens:,}" for name, tokens in sums["served_tokens"].items() if tokens]
         ttft_s, recompute_s = sums["ttft_s"], sums["ttft_recompute_s"]
         table.add_row(
             row.title,
             str(len(row.turns)),
-            f"{sum(turn.prompt_tokens for turn in row.turns):,}",
-            *served,
+            f"{sums['prompt_tokens']:,}",
+            "\n".join(served),
             f"{sums['recomputed_tokens']:,}",
-            f"{ttft_s:.3f} s",
-            "" if recompute_s is None else f"{recompute_s:.3f} s",
+            f"{ttft_s:.3f}",
+            "" if recompute_s is None else f"{recompute_s:.3f}",
             "" if recompute_s is None else f"1/{recompute_s / ttft_s:.1f}",
             "[green]yes[/]" if sums["tokens_equal"] else "[bold red]NO[/]",
         )
     console.print(table)
+    console.print(
+        "prompt, served from, new (recomputed): tokens of all turns\n"
+        "TTFT: seconds from arrival to the first token, median; cold: the same with everything recomputed\n"
+        "equal: every token is that of a run that was never interrupted",
+        highlight=False,
+    )
 
 
 def describe(row: Row) -> str:
