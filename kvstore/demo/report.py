@@ -56,7 +56,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
     """Print one line per interruption: medians over its sessions, sums of tokens."""
     title = "sessions resumed after each interruption"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("taken away", min_width=18)
+    table.add_column("taken away", min_width=14)
     for column in ("turns", "prompt", "served from", "new", "TTFT", "cold", "ratio", "equal"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
