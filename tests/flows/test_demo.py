@@ -1,7 +1,6 @@
 """The whole demo on a tiny model: every interruption, real processes, a real S3 server, every token compared."""
 
 import json
-from pathlib import Path
 
 import pytest
 
