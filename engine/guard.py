@@ -5,7 +5,6 @@ Covers: what can be said before a body is read. Does not cover: what requests me
 
 import asyncio
 import hmac
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from engine.body import Caller
 from engine.turn import Refused
 from kvstore.core.errors import ConfigError
+from kvstore.core.hosts import is_loopback
 
 MAX_BODY_BYTES = 4 << 20
 # Short ones can be tried out.
@@ -55,16 +55,6 @@ def read_api_keys(path: Path, default_tenant: str) -> dict[str, str]:
     if not tenants:
         raise ConfigError(f"--api-key-file: {path} holds no key; example: openssl rand -hex 32 > {path}")
     return tenants
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that is bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True)

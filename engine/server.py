@@ -20,10 +20,11 @@ import typer
 import uvicorn
 
 from engine.app import make_app
-from engine.guard import Guard, is_loopback, read_api_keys
+from engine.guard import Guard, read_api_keys
 from engine.model import default_model_folder, load_model, make_pool
 from engine.service import Engine, EngineOptions
 from kvstore.core.errors import ConfigError
+from kvstore.core.hosts import is_loopback
 from kvstore.core.units import parse_size
 from kvstore.names import check_import_names
 from tiers.hbm import HbmTier

@@ -24,8 +24,9 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvstore import metrics
 from kvstore.client import Client
-from kvstore.config import HttpConfig, is_loopback
+from kvstore.config import HttpConfig
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
+from kvstore.core.hosts import is_loopback
 from kvstore.guard import Guard, read_token
 from kvstore.line import Line, LineBusy
 from kvstore.process import end_with_parent

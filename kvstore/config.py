@@ -5,7 +5,6 @@ A field's name carries its unit (`size_bytes`), the key people write does not (`
 name is that key, so that a section also travels to a worker process as JSON: `msgspec.json.encode(config.ram)`.
 """
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 from msgspec import Meta, field
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.hosts import is_loopback
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # sockaddr_un.sun_path holds 108 bytes with its closing zero.
@@ -142,16 +142,6 @@ def check(config: Config) -> None:
             f"http.host {config.http.host!r} can be reached from other machines, so http.token_file must name a file "
             "that holds a token; or set http.host to 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`; a name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_daemon(daemon: DaemonConfig) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from engine.guard import is_loopback, read_api_keys, read_body
+from engine.guard import read_api_keys, read_body
 from engine.turn import Refused
 from kvstore.core.errors import ConfigError
+from kvstore.core.hosts import is_loopback
 
 
 def test_loopback_is_known_by_address_and_name() -> None:
