@@ -42,6 +42,7 @@ _MESSAGES_S = 0.01
 # Past this libzmq drops the peer; up to it we answer with an error that says what was wrong.
 _MAX_FRAME_BYTES = 8 * wire.MAX_BODY_BYTES
 _START_DEADLINE_S = 120.0
+_WORKER_DEADLINE_S = 15.0
 _STOP_DEADLINE_S = 10.0
 _STORE_WINDOW_BYTES = 64 << 20
 _SSD_STORE_WINDOW_OPS = 4096
@@ -117,23 +118,26 @@ class Daemon:
         _log.info("ready in %s, tiers: %s", self._run_dir, tiers)
 
     def _recover(self, wakeup: socket.socket) -> None:
-        """Wait for the SSD tier and take over what it kept. A bucket that does not answer is not waited for."""
-        deadline = time.monotonic() + _START_DEADLINE_S
-        while not self._store.is_recovered and not self._signals and time.monotonic() < deadline:
-            ssd = self._links[TierKind.SSD]
-            if ssd.failure and ssd.is_fatal:
-                raise ConfigError(f"ssd: {ssd.failure}")
-            if ssd.failure:
-                _log.error("serving without the SSD tier until it can be opened")
-                return
+        """Wait for the SSD tier, take over what it kept, and wait for the other workers to be there.
+
+        A worker that is still starting would make the first sessions asked for look unknown. The bucket's opens no
+        connection before it says that it is ready, so a bucket that does not answer costs no time here.
+        """
+        began = time.monotonic()
+        while not self._signals and time.monotonic() < began + _START_DEADLINE_S:
+            for link in self._links.values():
+                if link.failure and link.is_fatal:
+                    raise ConfigError(f"{link.kind.label}: {link.failure}")
             self._store.turn()
+            has_failed = {kind for kind, link in self._links.items() if link.failure}
+            is_recovered = self._store.is_recovered or TierKind.SSD in has_failed
+            are_there = all(link.ready or link.kind in has_failed for link in self._links.values())
+            if is_recovered and (are_there or time.monotonic() > began + _WORKER_DEADLINE_S):
+                break
             self._poll(wakeup, 0.05)
-        # A worker that is still starting would make the first sessions asked for look unknown. It opens no connection
-        # before it says that it is ready, so a bucket that does not answer costs no time here.
-        while any(not link.ready and not link.failure for link in self._links.values()) and not self._signals:
-            if time.monotonic() >= deadline:
-                return
-            self._poll(wakeup, 0.05)
+        for kind, link in self._links.items():
+            if not link.ready:
+                _log.error("serving without the %s tier until it can be opened", kind.label)
 
     def _stop(self) -> None:
         for link in self._links.values():

@@ -267,6 +267,14 @@ def test_a_bucket_that_stops_answering_costs_a_deadline_and_no_more(
         daemon.kill()
 
 
+def test_a_secret_that_cannot_be_read_is_named_and_the_daemon_does_not_start(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing"
+    daemon = make_daemon(is_started=False, s3_bucket="bucket", s3_access_key_file=missing, s3_secret_key_file=missing)
+    assert str(missing) in daemon.start_refused()
+
+
 def test_the_buckets_worker_that_is_killed_comes_back(bucket: Bucket) -> None:
     daemon = bucket.daemon()
     prefix = Prefix(NAMESPACE, 1, 20)

@@ -190,7 +190,7 @@ def test_clones_share_one_attachment_and_each_finds_the_new_daemon(make_daemon: 
 
     def use(client: Client) -> None:
         try:
-            while not is_over.is_set():
+            while not is_over.wait(0.002):
                 with contextlib.suppress(TierUnavailable):
                     assert fetch(client, NAMESPACE, prefix.keys)[0] == [Outcome.OK] * 4
                 with contextlib.suppress(TierUnavailable):
