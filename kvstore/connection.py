@@ -30,6 +30,7 @@ class Connection:
         self._socket: zmq.Socket[bytes] | None = None
         self._sequence = 0
         self._silent_until = 0.0
+        self._boot: tuple[int, int] | None = None
 
     def request(self, epoch: int, incarnation: int, body: wire.Message, deadline_s: float) -> wire.Reply:
         """Return the one reply. Raises TierUnavailable (no daemon, or it did not answer in time) and ProtocolError
@@ -54,7 +55,13 @@ class Connection:
         if not daemon_lives(self._run_dir):
             self._drop()
             raise TierUnavailable(f"no daemon runs in {self._run_dir}")
+        boot = self._present_boot()
+        if boot != self._boot:
+            # The daemon was restarted. What is sent over the old connection before its end is noticed would be lost,
+            # and waiting for the answer would take the whole deadline.
+            self._drop()
         if self._socket is None:
+            self._boot = boot
             self._socket = zmq.Context.instance().socket(zmq.DEALER)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
@@ -82,12 +89,21 @@ class Connection:
                 return wire.decode_header(frames[0]).sequence, wire.decode_reply(frames[1])
             if time.monotonic() >= deadline:
                 return None
-            if not daemon_lives(self._run_dir):
+            restarted = self._boot is not None and self._present_boot() != self._boot
+            if restarted or not daemon_lives(self._run_dir):
                 self._drop()
         raise TierUnavailable(f"the daemon in {self._run_dir} is gone")
 
     def close(self) -> None:
         self._drop()
+
+    def _present_boot(self) -> tuple[int, int] | None:
+        """What tells one start of the daemon from the next: each makes its socket anew. None: it has not yet."""
+        try:
+            status = os.stat(self._run_dir / SOCKET_NAME)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     def _drop(self) -> None:
         """A new socket next time, so that no late reply and no queued request of a dead daemon comes through."""

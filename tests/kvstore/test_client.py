@@ -152,6 +152,8 @@ def test_a_grant_of_another_boot_is_never_committed_to_this_one(tmp_path: Path) 
 
 
 def test_what_was_granted_goes_to_the_region_of_the_boot_that_granted_it(tmp_path: Path) -> None:
+    """Also: the first request after a restart went out over the connection to the daemon before, whose end had not been
+    noticed yet, and took its whole deadline to be lost."""
     with contextlib.closing(Client(tmp_path, namespace=NAMESPACE, deadline_s=1.0)) as client:
         with FakeDaemon(tmp_path, epoch=1):
             client.observe({"a": 1})
