@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.core.block import BlockMeta
-from kvstore.core.key import BlockKey
+from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.core.outcome import Outcome, TierKind
 
 
@@ -21,6 +24,33 @@ class Usage:
     blocks: int
     used_bytes: int
     capacity_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecoveredBatch:
+    """Some of the blocks a tier kept from before it was opened, in columns: a million objects would take a gigabyte.
+
+    All have one namespace (its digest) and one payload size. `keys` and `parents` are joined, as long as each other;
+    `depths` is [num_blocks] int32, and where it is 0 the parent is the namespace's root.
+    """
+
+    namespace: bytes
+    payload_bytes: int
+    keys: bytes
+    parents: bytes
+    depths: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.depths)
+
+    def __post_init__(self) -> None:
+        if not len(self.keys) == len(self.parents) == len(self.depths) * KEY_BYTES:
+            raise ValueError("the columns of a batch differ in length")
+
+    def metas(self) -> list[BlockMeta]:
+        """Return the blocks one by one, for tools and tests."""
+        columns = zip(split_keys(self.keys), split_keys(self.parents), self.depths.tolist(), strict=True)
+        return [BlockMeta(key, parent, self.namespace, depth, self.payload_bytes) for key, parent, depth in columns]
 
 
 class Tier(Protocol):
@@ -58,8 +88,9 @@ class Tier(Protocol):
 
     def usage(self) -> Usage: ...
 
-    def recover(self) -> Iterator[BlockMeta]:
-        """Yield what the tier holds from before it was opened, parents in no particular order; reads no payloads."""
+    def recover_batches(self) -> Iterator[RecoveredBatch]:
+        """Yield what the tier holds from before it was opened, in batches of a few thousand blocks and in no particular
+        order; reads no payloads."""
         ...
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers.base import Tier, Usage
+from tiers.base import RecoveredBatch, Tier, Usage
 from tiers.batch import check_lengths
 
 Verb = Literal["contains", "read", "write", "delete"]
@@ -122,8 +122,8 @@ class FaultyTier:
     def usage(self) -> Usage:
         return self.inner.usage()
 
-    def recover(self) -> Iterator[BlockMeta]:
-        return self.inner.recover()
+    def recover_batches(self) -> Iterator[RecoveredBatch]:
+        return self.inner.recover_batches()
 
     def faults(self) -> dict[str, int]:
         """Return how often which outcome was put in the way."""

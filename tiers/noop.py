@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers.base import Usage
+from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
 
 
@@ -36,7 +36,7 @@ class NoopTier:
     def usage(self) -> Usage:
         return Usage(0, 0, 0)
 
-    def recover(self) -> Iterator[BlockMeta]:
+    def recover_batches(self) -> Iterator[RecoveredBatch]:
         return iter(())
 
     def faults(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers.base import Usage
+from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
 from tiers.region import Region
 from tiers.slots import SlotAllocator
@@ -122,7 +122,7 @@ class RamTier:
         with self._lock:
             return Usage(len(self._entries), self._slots.used_bytes, self._slots.total_bytes)
 
-    def recover(self) -> Iterator[BlockMeta]:
+    def recover_batches(self) -> Iterator[RecoveredBatch]:
         """Yields nothing: each boot has a new region."""
         return iter(())
 

@@ -9,7 +9,7 @@ stored again. A bucket that is missing, forbidden or silent answers UNAVAILABLE,
 alone for a while (`tiers/s3calls.py`), so that it slows nobody down.
 
 What a bucket holds is found through the session records in it, not by listing: a listing says nothing of parents and
-namespaces, and of a bucket of millions of objects it takes minutes. So `recover` yields nothing.
+namespaces, and of a bucket of millions of objects it takes minutes. So `recover_batches` yields nothing.
 """
 
 import logging
@@ -26,7 +26,7 @@ from kvstore.core.block import HEADER_BYTES, BlockMeta, checksum, encode_header,
 from kvstore.core.errors import CorruptBlock, TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers.base import Usage
+from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
 from tiers.breaker import CircuitBreaker
 from tiers.calls import RunningCalls
@@ -122,7 +122,7 @@ class S3Tier:
         with self._counts_lock:
             return Usage(self._num_blocks, self._used_bytes, None)
 
-    def recover(self) -> Iterator[BlockMeta]:
+    def recover_batches(self) -> Iterator[RecoveredBatch]:
         """Yields nothing: see the module's text."""
         return iter(())
 

@@ -27,8 +27,8 @@ from kvstore.core.errors import CorruptBlock, TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from tiers import reconcile
-from tiers.base import Usage
-from tiers.batch import check_lengths
+from tiers.base import RecoveredBatch, Usage
+from tiers.batch import batches_of, check_lengths
 from tiers.calls import RunningCalls
 from tiers.direct import Incoming, Outgoing, record_size
 from tiers.dirlock import FolderLock, own_folder
@@ -131,10 +131,10 @@ class SsdTier:
             num_blocks, used_bytes, record_bytes = self._num_blocks, self._used_bytes, self._record_bytes
         return Usage(num_blocks, used_bytes, self._segments.capacity_bytes(record_bytes))
 
-    def recover(self) -> Iterator[BlockMeta]:
-        """As `Tier.recover`; ends early, counted, where the disk fails."""
+    def recover_batches(self) -> Iterator[RecoveredBatch]:
+        """As `Tier.recover_batches`; ends early, counted, where the disk fails."""
         with self._unavailable_counted():
-            yield from self._index.metas()
+            yield from batches_of(self._index.metas())
 
     def faults(self) -> dict[str, int]:
         """Return how often which fault was met since the start, the drops at opening included."""

@@ -293,6 +293,9 @@ class WorkerLink:
                 self._on_recovered(reply)
                 if reply.done:
                     self._settle(ops.Result(reply.op, Outcome.OK))
+                elif self._socket is not None:
+                    with contextlib.suppress(zmq.Again):  # of a worker that is gone nothing more comes anyway
+                        self._socket.send(ops.encoder.encode([ops.Continue()]), zmq.NOBLOCK)
             case ops.Result():
                 self._settle(reply)
 

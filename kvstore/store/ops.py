@@ -2,13 +2,15 @@
 
 One ZMQ PAIR per worker, one msgpack list of operations or results per message. Payloads lie in the shared region;
 an operation names their place. Every operation is answered by exactly one Result with its number, a Recover by
-Recovered ones that end with `done`.
+Recovered ones that end with `done`, each but the last answered by a Continue so that few are ever under way.
 """
 
 import msgspec
+import numpy as np
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
+from tiers.base import RecoveredBatch
 
 
 class PackedMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -75,11 +77,15 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
     prefix: str
 
 
+class Continue(msgspec.Struct, frozen=True, tag=True):
+    """A Recovered message has been taken in; one more may come."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish what has begun, close the tier and exit."""
 
 
-Op = Read | Write | Delete | RecordPut | RecordGet | RecordDelete | Recover | Stop
+Op = Read | Write | Delete | RecordPut | RecordGet | RecordDelete | Recover | Continue | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -104,11 +110,29 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
+class PackedBatch(msgspec.Struct, frozen=True, array_like=True):
+    """A RecoveredBatch in a message; `depths` are int32 as they lie in memory."""
+
+    namespace: bytes
+    payload_bytes: int
+    keys: bytes
+    parents: bytes
+    depths: bytes
+
+    @classmethod
+    def pack(cls, batch: RecoveredBatch) -> "PackedBatch":
+        return cls(batch.namespace, batch.payload_bytes, batch.keys, batch.parents, batch.depths.tobytes())
+
+    def unpack(self) -> RecoveredBatch:
+        depths = np.frombuffer(self.depths, dtype=np.int32)
+        return RecoveredBatch(self.namespace, self.payload_bytes, self.keys, self.parents, depths)
+
+
 class Recovered(msgspec.Struct, frozen=True, tag=True):
     op: int
-    blocks: list[PackedMeta]
-    records: list[bytes]
-    done: bool
+    blocks: PackedBatch | None = None
+    records: list[bytes] = []
+    done: bool = False
 
 
 class Level(msgspec.Struct, frozen=True, tag=True):

@@ -137,8 +137,8 @@ class Store:
     def recovered(self, reply: ops.Recovered) -> None:
         """Enter blocks and session records that the SSD tier kept from before the start."""
         inserted = []
-        for packed in reply.blocks:
-            block = self._catalog.ensure(packed.unpack())
+        for meta in reply.blocks.unpack().metas() if reply.blocks else ():
+            block = self._catalog.ensure(meta)
             if block < 0:
                 self._errors.add("ssd_recovered_inconsistent")
             elif block not in self._room.deleting[TierKind.SSD] and not self._catalog.resident(block, TierKind.SSD):

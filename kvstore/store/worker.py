@@ -35,7 +35,10 @@ from tiers.base import RecordStore, Tier, Usage
 from tiers.region import Region
 
 _log = logging.getLogger(__name__)
-_RECOVERED_PER_MESSAGE = 512
+# What was recovered and the control thread has not taken in yet: a few MiB, however much the tier holds.
+_RECOVERED_AHEAD = 4
+_RECORD_BYTES_PER_MESSAGE = 256 << 10
+_LOOK_EVERY_S = 0.5
 _SSD_BATCH_BYTES = 32 << 20
 
 
@@ -105,6 +108,8 @@ class Worker:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="reader")
         self._level_sent = ops.Level(0, 0, None, {})
+        self._is_stopping = False
+        self._recovery_room = threading.Semaphore(_RECOVERED_AHEAD)
         self._writes: queue.SimpleQueue[ops.Op | None] = queue.SimpleQueue()
         writers = 1 if batching else max(1, threads // 2)
         self._writers = [threading.Thread(target=self._write_loop, name=f"writer-{i}") for i in range(writers)]
@@ -138,11 +143,14 @@ class Worker:
                     self._readers.submit(self._run, op.op, partial(self._record_get, op))
                 case ops.Recover():
                     self._readers.submit(self._recover, op)
+                case ops.Continue():
+                    self._recovery_room.release()
                 case _:
                     self._writes.put(op)
         return True
 
     def _finish(self) -> None:
+        self._is_stopping = True
         for _ in self._writers:
             self._writes.put(None)
         for writer in self._writers:
@@ -152,9 +160,13 @@ class Worker:
         os.close(self._wake)
 
     def _send_answers(self) -> None:
-        batch = []
+        batch: list[ops.Reply] = []
         while not self._answers.empty():
             batch.append(self._answers.get())
+            if isinstance(batch[-1], ops.Recovered):
+                # The end of a message, so that the control thread takes in one of these at a time.
+                self._socket.send(ops.encoder.encode(batch))
+                batch = []
         if batch:
             self._socket.send(ops.encoder.encode(batch))
 
@@ -193,20 +205,30 @@ class Worker:
 
     def _recover(self, op: ops.Recover) -> None:
         try:
-            blocks: list[ops.PackedMeta] = []
-            for meta in self._tier.recover():
-                blocks.append(ops.PackedMeta.pack(meta))
-                if len(blocks) == _RECOVERED_PER_MESSAGE:
-                    self._answer(ops.Recovered(op.op, blocks, [], False))
-                    blocks = []
+            for batch in self._tier.recover_batches():
+                if not self._tell(ops.Recovered(op.op, blocks=ops.PackedBatch.pack(batch))):
+                    return
+            records: list[bytes] = []
             for name in self._records.names(op.prefix):
                 record = self._records.get(name)
                 if record is not None:
-                    self._answer(ops.Recovered(op.op, [], [record.data], False))
-            self._answer(ops.Recovered(op.op, blocks, [], True))
+                    records.append(record.data)
+                if sum(map(len, records)) >= _RECORD_BYTES_PER_MESSAGE:
+                    if not self._tell(ops.Recovered(op.op, records=records)):
+                        return
+                    records = []
+            self._answer(ops.Recovered(op.op, records=records, done=True))
         except Exception:
             _log.exception("recovery ended early; what was not read counts as missing")
-            self._answer(ops.Recovered(op.op, [], [], True))
+            self._answer(ops.Recovered(op.op, done=True))
+
+    def _tell(self, reply: ops.Recovered) -> bool:
+        """Answer once there is room for it; False where the worker stops first."""
+        while not self._recovery_room.acquire(timeout=_LOOK_EVERY_S):
+            if self._is_stopping:
+                return False
+        self._answer(reply)
+        return True
 
     # ------------------------------------------------------------ writing
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.outcome import Outcome, TierKind
-from tests.support.blocks import blank, key, meta, payload
+from tests.support.blocks import blank, key, meta, payload, recovered
 from tiers.base import Tier
 from tiers.faulty import FaultyTier, SeededPlan
 from tiers.noop import NoopTier
@@ -114,7 +114,7 @@ def test_a_tier_names_itself_and_its_use_and_closes_twice(tier: Tier) -> None:
     assert isinstance(tier.kind, TierKind)
     usage = tier.usage()
     assert (usage.blocks, usage.used_bytes) == (0, 0)
-    assert list(tier.recover()) == []
+    assert recovered(tier) == []
     tier.close()
     tier.close()
 

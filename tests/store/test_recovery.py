@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from kvstore import wire
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
+from kvstore.store import ops, worker
 from kvstore.wire import ErrorCode
 from tests.support.chats import Prefix, namespace
 from tests.support.memory import MemoryRecords, MemoryTier
 from tests.support.rig import Rig, memory
 from tests.support.sessions import NAMESPACE, Bucket, get, ids, put, turn, view
+from tiers import batch
 from tiers.faulty import Fault, FaultyTier, ScriptedPlan
 
 MakeRig = Callable[..., Rig]
@@ -124,4 +127,24 @@ def test_a_block_that_is_in_ram_only_to_be_uploaded_does_not_stay_there(make_rig
     rig.settle(seconds=60)
     assert len(bucket.tier.blocks) == 6 and bucket.revision() == 1
     assert rig.lookup(engine, Prefix(NAMESPACE, 1, 6).keys) == [TierKind.SSD] * 6
+    rig.check()
+
+
+def test_what_a_disk_holds_comes_in_several_messages_with_its_records(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "RECOVERED_BLOCKS", 3)
+    monkeypatch.setattr(worker, "_RECORD_BYTES_PER_MESSAGE", 1)
+    disk = memory(TierKind.SSD)
+    before = make_rig("a", ssd=disk)
+    engine = before.attach(NAMESPACE)
+    for seed in (1, 2):
+        before.put(engine, NAMESPACE, Prefix(NAMESPACE, seed, 4).keys)
+        before.store.session_put(engine, put(4, session_id=f"chat-{seed}", seed=seed))
+    before.settle()
+    rig = make_rig("b", ssd=disk, ssd_records=before.ssd_records)
+    engine = rig.attach(NAMESPACE)
+    for seed in (1, 2):
+        assert rig.lookup(engine, Prefix(NAMESPACE, seed, 4).keys) == [TierKind.SSD] * 4
+    assert ids(rig) == {"chat-1", "chat-2"}
     rig.check()

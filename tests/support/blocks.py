@@ -5,6 +5,7 @@ import random
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
+from tiers.base import Tier
 
 NAMESPACE = hashlib.sha256(b"a namespace").digest()
 
@@ -26,3 +27,8 @@ def payload(block: BlockMeta, salt: int = 0) -> memoryview:
 def blank(block: BlockMeta) -> memoryview:
     """Return a place to read the block into."""
     return memoryview(bytearray(block.payload_bytes))
+
+
+def recovered(tier: Tier) -> list[BlockMeta]:
+    """Return all blocks that the tier says it kept, in its order."""
+    return [meta for batch in tier.recover_batches() for meta in batch.metas()]

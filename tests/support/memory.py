@@ -7,7 +7,8 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers.base import Record, Usage
+from tiers.base import Record, RecoveredBatch, Usage
+from tiers.batch import batches_of
 
 
 class MemoryTier:
@@ -34,8 +35,8 @@ class MemoryTier:
     def usage(self) -> Usage:
         return Usage(len(self.blocks), self._used_bytes(), self.capacity_bytes)
 
-    def recover(self) -> Iterator[BlockMeta]:
-        return iter([meta for meta, _ in self.blocks.values()])
+    def recover_batches(self) -> Iterator[RecoveredBatch]:
+        return batches_of([meta for meta, _ in self.blocks.values()])
 
     def close(self) -> None:
         pass

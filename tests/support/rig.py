@@ -6,6 +6,7 @@ until nothing changes any more.
 
 import fcntl
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -105,6 +106,7 @@ class ThreadlessLink(WorkerLink):
         self.recovered: Callable[[ops.Recovered], None] = lambda reply: None
         self.can_start = True
         self.worker = Worker(cast(Any, None), tier, records, region, 1, batching=is_ssd)
+        self.worker._recovery_room = threading.Semaphore(1 << 20)  # nobody could make room while we recover
 
     def start(self) -> None:
         self._started_at = self._clock()

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvstore.core.outcome import Outcome
-from tests.support.blocks import key, meta, payload
+from tests.support.blocks import key, meta, payload, recovered
 from tiers.ssd import SsdTier
 
 MAX_BYTES = 6 << 20
@@ -22,7 +22,7 @@ BATCH_BLOCKS = 12
 def main(folder: str, first: int) -> None:
     tier = SsdTier(Path(folder), max_bytes=MAX_BYTES)
     choice = random.Random(first)
-    held = [block.depth for block in tier.recover()]
+    held = [block.depth for block in recovered(tier)]
     for start in itertools.count(first, BATCH_BLOCKS):
         blocks = [meta(number, PAYLOAD_BYTES) for number in range(start, start + BATCH_BLOCKS)]
         outcomes = tier.write(blocks, [payload(block) for block in blocks])

@@ -14,7 +14,7 @@ import pytest
 from kvstore.core.block import HEADER_BYTES, BlockMeta
 from kvstore.core.errors import ConfigError, TierUnavailable
 from kvstore.core.outcome import Outcome
-from tests.support.blocks import blank, key, meta, payload
+from tests.support.blocks import blank, key, meta, payload, recovered
 from tiers.region import Region
 from tiers.space import DiskSpace
 from tiers.ssd import SsdTier
@@ -68,7 +68,7 @@ def test_blocks_survive_a_restart_with_their_meta(opened: OPEN) -> None:
     blocks = [meta(i, 5000 + 4096 * (i % 2)) for i in range(20)]
     assert store(opened(), blocks) == [Outcome.OK] * 20
     tier = opened()
-    assert sorted(tier.recover(), key=lambda block: block.depth) == blocks
+    assert sorted(recovered(tier), key=lambda block: block.depth) == blocks
     assert fetched(tier, blocks) == [Outcome.OK] * 20
     assert tier.faults() == {}
     tier.check_integrity()
@@ -77,7 +77,7 @@ def test_blocks_survive_a_restart_with_their_meta(opened: OPEN) -> None:
 def test_more_blocks_than_one_scan_reads_at_once_are_all_recovered(opened: OPEN) -> None:
     blocks = [meta(i, 1) for i in range(1500)]
     store(opened(max_bytes=64 * MIB), blocks)
-    assert {block.key for block in opened(max_bytes=64 * MIB).recover()} == {block.key for block in blocks}
+    assert {block.key for block in recovered(opened(max_bytes=64 * MIB))} == {block.key for block in blocks}
 
 
 def test_room_that_was_never_published_is_free_after_a_restart(opened: OPEN, folder: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_start_over_the_cap_drops_whole_segments_first(opened: OPEN) -> None:
     outcomes = fetched(tier, blocks)
     assert 100 < outcomes.count(Outcome.OK) < 400
     assert tier.faults() == {"dropped_over_cap": outcomes.count(Outcome.MISS)}
-    assert tier.usage().blocks == outcomes.count(Outcome.OK) == len(list(tier.recover()))
+    assert tier.usage().blocks == outcomes.count(Outcome.OK) == len(recovered(tier))
     tier.check_integrity()
 
 

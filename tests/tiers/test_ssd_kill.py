@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from kvstore.core.outcome import Outcome
-from tests.support.blocks import blank, key, payload
+from tests.support.blocks import blank, key, payload, recovered
 from tests.support.ssdwriter import MAX_BYTES
 from tiers.ssd import SsdTier
 
@@ -26,7 +26,7 @@ def test_a_killed_writer_leaves_whole_blocks_and_all_that_it_acknowledged(tmp_pa
             else:
                 must_be_there.discard(number)
         tier = SsdTier(tmp_path, max_bytes=MAX_BYTES, lock_wait_s=10.0)
-        found = list(tier.recover())
+        found = recovered(tier)
         into = [blank(block) for block in found]
         assert tier.read(found, into) == [Outcome.OK] * len(found)
         assert all(view == payload(block) for block, view in zip(found, into, strict=True))

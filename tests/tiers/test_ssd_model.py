@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome
-from tests.support.blocks import blank, meta, payload
+from tests.support.blocks import blank, meta, payload, recovered
 from tiers.ssd import SsdTier
 
 # Small enough that the tier is often full; two sizes, so that segments change hands.
@@ -57,7 +57,7 @@ class SsdAgainstDict(RuleBasedStateMachine):
     def restart(self) -> None:
         self.tier.close()
         self.open()
-        assert {block.key: block for block in self.tier.recover()} == self.held
+        assert {block.key: block for block in recovered(self.tier)} == self.held
 
     @precondition(lambda self: self.held)
     @rule()
