@@ -18,18 +18,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from kvstore.core.block import HEADER_BYTES, BlockMeta, checksum, encode_header, verify
-from kvstore.core.errors import CorruptBlock, TierUnavailable
+from kvstore.core.block import HEADER_BYTES, RAW, BlockMeta, decode_header
+from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
 from tiers.breaker import CircuitBreaker
 from tiers.calls import RunningCalls
+from tiers.codec import PLAIN, Codec
 from tiers.faults import FaultCounter
 from tiers.s3body import Traffic
 from tiers.s3calls import S3Calls, error_code
@@ -60,6 +61,7 @@ class S3Tier:
         settings: S3Settings,
         *,
         client: "S3Client | None" = None,
+        codec: Codec = PLAIN,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         jitter: random.Random | None = None,
@@ -69,6 +71,7 @@ class S3Tier:
         Raises ConfigError where a key file cannot be read.
         """
         self._settings = settings
+        self._codec = codec
         self._client = make_client(settings) if client is None else client
         self._traffic = Traffic(settings.request_deadline_s, clock)
         self._faults = FaultCounter("s3", clock)
@@ -180,21 +183,44 @@ class S3Tier:
                 self._has_seen_bucket = False
                 raise
             return Outcome.MISS
-        header = memoryview(bytearray(HEADER_BYTES))
         try:
-            expected_bytes = HEADER_BYTES + meta.payload_bytes
-            # A server, or a proxy in between, need not state a length.
-            found_bytes = response.get("ContentLength", expected_bytes)
-            if found_bytes != expected_bytes:
-                response["Body"].close()
-                raise CorruptBlock(f"the object has {found_bytes} bytes, expected {expected_bytes}")
-            self._traffic.receive(response["Body"], [header, view], deadline)
-            verify(meta, header, view)
+            self._receive(meta, response, view, deadline)
         except CorruptBlock as error:
             self._faults.count("corrupt", detail=f"block {meta.key.hex()[:12]}: {error}")
             self._quarantine(meta.key)
             return Outcome.CORRUPT
+        except WrongKey as error:
+            # It stays: a start with the wrong key must not empty the bucket.
+            self._faults.count("wrong_key", detail=f"block {meta.key.hex()[:12]}: {error}")
+            return Outcome.MISS
         return Outcome.OK
+
+    def _receive(self, meta: BlockMeta, response: Any, view: memoryview, deadline: float) -> None:
+        """Bring the payload into `view`, received there directly where it is stored as it is."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        stored = view
+
+        def places() -> Iterator[memoryview]:
+            nonlocal stored
+            yield header
+            # The header says how much follows, and what it is.
+            found = decode_header(header)
+            if found.meta != meta:
+                raise CorruptBlock("the object holds another block")
+            expected_bytes = HEADER_BYTES + found.stored_bytes
+            # A server, or a proxy in between, need not state a length.
+            found_bytes = response.get("ContentLength", expected_bytes)
+            if found_bytes != expected_bytes:
+                raise CorruptBlock(f"the object has {found_bytes} bytes, expected {expected_bytes}")
+            if found.codec != RAW:
+                stored = memoryview(bytearray(found.stored_bytes))
+            yield stored
+
+        if response.get("ContentLength", HEADER_BYTES) < HEADER_BYTES:
+            response["Body"].close()
+            raise CorruptBlock("the object is shorter than a header")
+        self._traffic.receive(response["Body"], places(), deadline)
+        self._codec.open(meta, header, stored, view)
 
     def _quarantine(self, key: BlockKey) -> None:
         """Delete a damaged copy. Where that is refused (credentials that may only read) or fails, it stays, and answers
@@ -206,7 +232,7 @@ class S3Tier:
 
     def _put(self, meta: BlockMeta, payload: memoryview, deadline: float, _attempt: int) -> Outcome:
         # Joined, since boto3 takes no pieces.
-        body = b"".join((encode_header(meta, checksum(payload)), payload))
+        body = b"".join(self._codec.seal(meta, payload))
         try:
             self._client.put_object(
                 Bucket=self._settings.bucket,

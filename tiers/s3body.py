@@ -5,7 +5,7 @@ boto3's own timeouts are about single system calls, so a byte now and then keeps
 
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tiers.s3calls import DeadlinePassed
@@ -25,8 +25,10 @@ class Traffic:
         """Return `data` as a body for boto3. Sending it raises DeadlinePassed, wrapped, once `deadline` is over."""
         return _Outgoing(data, deadline, self._clock)
 
-    def receive(self, body: Any, places: Sequence[memoryview], deadline: float) -> None:
-        """Fill the places from boto3's `body`. Raises DeadlinePassed, or what urllib3 raises."""
+    def receive(self, body: Any, places: Iterable[memoryview], deadline: float) -> None:
+        """Fill the places from boto3's `body`, each before the next is asked for.
+
+        Raises DeadlinePassed, or what urllib3 raises; the connection is then closed."""
         # The body as urllib3 gives it: botocore's wrapper has no way to receive what is there and no more.
         with body as stream:
             for place in places:

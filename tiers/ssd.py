@@ -22,14 +22,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
-from kvstore.core.block import BlockMeta, checksum, decode_header, encode_header, verify
-from kvstore.core.errors import CorruptBlock, TierUnavailable
+from kvstore.core.block import BlockMeta, decode_header
+from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from tiers import reconcile
+from tiers.aligned import PAGE_BYTES, AlignedBuffers
 from tiers.base import RecoveredBatch, Usage
 from tiers.batch import batches_of, check_lengths
 from tiers.calls import RunningCalls
+from tiers.codec import PLAIN, Codec
 from tiers.direct import Incoming, Outgoing, record_size
 from tiers.dirlock import FolderLock, own_folder
 from tiers.environment import sync_folder
@@ -58,12 +60,14 @@ class SsdTier:
         segment_bytes: int = 256 * MIB,
         max_record_bytes: int | None = None,
         lock_wait_s: float = 10.0,
+        codec: Codec = PLAIN,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Open the folder, or make it (mode 0700), and bring it below its cap.
 
-        `max_record_bytes` of `max_bytes` are kept for `records` (default: a sixteenth, at most 256 MiB). Raises
+        `max_record_bytes` of `max_bytes` are kept for `records` (default: a sixteenth, at most 256 MiB). `codec`
+        packs nothing, since all slots of a size are equal; what it encrypts is as long as before. Raises
         ConfigError where the limits make no sense, the folder is somebody else's, or another process has it beyond
         `lock_wait_s`, TierUnavailable where the disk fails.
         """
@@ -74,6 +78,9 @@ class SsdTier:
             max_record_bytes=max_record_bytes,
             segment_bytes=segment_bytes,
         )
+        assert codec.packs_with is None
+        self._codec = codec
+        self._buffers = AlignedBuffers()
         self._faults = FaultCounter("ssd", clock)
         self._calls = RunningCalls()
         self._counts_lock = Lock()
@@ -225,11 +232,14 @@ class SsdTier:
         if header is None:
             return self._corrupt(entry, "the disk did not give it back")
         try:
-            verify(entry.meta, header, payload)
-            if decode_header(header)[1] != entry.checksum:
+            if self._codec.open(entry.meta, header, payload, payload).checksum != entry.checksum:
                 raise CorruptBlock("the slot holds an older copy of the block")
         except CorruptBlock as error:
             return self._corrupt(entry, error)
+        except WrongKey as error:
+            # It stays: a start with the wrong key must not empty the disk.
+            self._faults.count("wrong_key", detail=f"block {entry.meta.key.hex()[:12]}: {error}")
+            return Outcome.MISS
         return Outcome.OK
 
     def _corrupt(self, entry: IndexEntry, why: object) -> Outcome:
@@ -296,22 +306,37 @@ class SsdTier:
             by_segment[place.segment].append(index)
         entries: dict[int, IndexEntry] = {}
         for number, indices in by_segment.items():
-            written = {i: IndexEntry(blocks[i], places[i], checksum(payloads[i])) for i in indices}
             file = self._segments.file(number)
             try:
-                file.write(
-                    [
-                        Outgoing(entry.place.slot, encode_header(entry.meta, entry.checksum), payloads[index])
-                        for index, entry in written.items()
-                    ]
-                )
+                with self._sealed([blocks[i] for i in indices], [payloads[i] for i in indices]) as sealed:
+                    file.write(
+                        [Outgoing(places[i].slot, *record) for i, record in zip(indices, sealed, strict=True)],
+                    )
+                    checksums = [decode_header(header).checksum for header, _ in sealed]
                 file.sync()
             except OSError as error:
                 outcomes.update(dict.fromkeys(indices, self._write_fault(error)))
                 self._segments.give_back([places[index] for index in indices])
             else:
-                entries.update(written)
+                entries.update(
+                    (i, IndexEntry(blocks[i], places[i], stored)) for i, stored in zip(indices, checksums, strict=True)
+                )
         return entries
+
+    @contextlib.contextmanager
+    def _sealed(
+        self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]
+    ) -> Iterator[list[tuple[bytes, memoryview]]]:
+        """Lend header and stored bytes of each block; encrypted ones lie on pages of their own, for direct I/O."""
+        if self._codec.keys is None:
+            yield [self._codec.seal(meta, payload) for meta, payload in zip(blocks, payloads, strict=True)]
+            return
+        with self._buffers.borrow(sum(_whole_pages(len(payload)) for payload in payloads)) as buffer:
+            sealed, start = [], 0
+            for meta, payload in zip(blocks, payloads, strict=True):
+                sealed.append(self._codec.seal(meta, payload, buffer[start:]))
+                start += _whole_pages(len(payload))
+            yield sealed
 
     def _publish(self, entries: Mapping[int, IndexEntry], outcomes: dict[int, Outcome]) -> None:
         """Make the entries visible in one durable transaction."""
@@ -393,3 +418,7 @@ class SsdTier:
             yield
         except (TierUnavailable, IndexFull, OSError) as error:
             self._faults.count("unavailable", detail=error)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -16,6 +16,11 @@ class CorruptBlock(KVStoreError):
     """Bytes that came back are not the bytes that were stored; the copy is to be deleted, the answer is a miss."""
 
 
+class WrongKey(KVStoreError):
+    """Bytes that came back are whole but encrypted with a key we do not have, or not encrypted where they must be; the
+    copy stays, since the right key may come with the next start, the answer is a miss."""
+
+
 class TierUnavailable(KVStoreError):
     """A tier, or the whole daemon, does not answer now; whatever was asked for counts as a miss."""
 

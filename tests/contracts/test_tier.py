@@ -11,15 +11,19 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.outcome import Outcome, TierKind
 from tests.support.blocks import blank, key, meta, payload, recovered
 from tiers.base import Tier
+from tiers.codec import PLAIN, Codec
 from tiers.faulty import FaultyTier, SeededPlan
+from tiers.keys import KeyRing
 from tiers.noop import NoopTier
 from tiers.ram import RamTier
 from tiers.region import Region
 from tiers.s3 import S3Tier
 from tiers.ssd import SsdTier
 
-STORING = ["ram", "ssd", "s3"]
+STORING = ["ram", "ssd", "ssd_encrypted", "s3", "s3_encrypted"]
 ALL = [*STORING, "noop", "faulty"]
+ENCRYPTING = Codec(KeyRing(bytes(range(32))))
+CODECS = {"ssd": PLAIN, "s3": PLAIN, "ssd_encrypted": ENCRYPTING, "s3_encrypted": ENCRYPTING}
 # What `tiers/base.py` allows each call to answer.
 CONTAINS = DELETE = {Outcome.OK, Outcome.MISS, Outcome.UNAVAILABLE}
 READ = {Outcome.OK, Outcome.MISS, Outcome.CORRUPT, Outcome.UNAVAILABLE}
@@ -36,10 +40,10 @@ on_storing_tiers = pytest.mark.parametrize("tier", STORING, indirect=True)
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     if request.param == "noop":
         yield NoopTier(TierKind.SSD)
-    elif request.param == "s3":
-        yield cast("Callable[[], S3Tier]", request.getfixturevalue("open_s3"))()
-    elif request.param == "ssd":
-        ssd = SsdTier(tmp_path / "ssd", max_bytes=32 << 20)
+    elif request.param in ("s3", "s3_encrypted"):
+        yield cast("Callable[..., S3Tier]", request.getfixturevalue("open_s3"))(codec=CODECS[request.param])
+    elif request.param in ("ssd", "ssd_encrypted"):
+        ssd = SsdTier(tmp_path / "ssd", max_bytes=32 << 20, codec=CODECS[request.param])
         yield ssd
         ssd.close()
     else:

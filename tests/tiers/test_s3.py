@@ -16,6 +16,8 @@ from kvstore.core.outcome import Outcome
 from kvstore.s3server import S3Server
 from tests.support.blocks import blank, key, meta, payload
 from tests.support.proxy import Mode, Proxy
+from tiers.codec import PLAIN, Codec
+from tiers.keys import KeyRing
 from tiers.s3 import S3Tier
 from tiers.s3client import S3Settings, make_client
 
@@ -125,6 +127,16 @@ def test_an_empty_prefix_is_the_bucket_itself(open_s3: OPEN, s3_settings: S3Sett
     assert list(tier.records.names("sessions/")) == ["sessions/a"]
     tier.delete([key(77)])
     tier.records.delete("sessions/a")
+
+
+def test_a_start_with_the_wrong_key_misses_every_block_and_deletes_none(open_s3: OPEN) -> None:
+    right, wrong = Codec(KeyRing(bytes(range(32)))), Codec(KeyRing(bytes(32)))
+    assert store(open_s3(codec=right), 1, 2) == [Outcome.OK] * 2
+    for codec in (wrong, PLAIN):
+        tier = open_s3(codec=codec)
+        assert fetch(tier, 1, 2) == [Outcome.MISS] * 2
+        assert tier.faults() == {"wrong_key": 2}
+    assert fetch(open_s3(codec=right), 1, 2) == [Outcome.OK] * 2
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "long", "empty", "foreign"])

@@ -15,6 +15,8 @@ from kvstore.core.block import HEADER_BYTES, BlockMeta
 from kvstore.core.errors import ConfigError, TierUnavailable
 from kvstore.core.outcome import Outcome
 from tests.support.blocks import blank, key, meta, payload, recovered
+from tiers.codec import PLAIN, Codec
+from tiers.keys import KeyRing
 from tiers.region import Region
 from tiers.space import DiskSpace
 from tiers.ssd import SsdTier
@@ -179,6 +181,26 @@ def test_a_flipped_bit_is_corrupt_once_then_heals(opened: OPEN, folder: Path, po
     assert store(tier, [meta(1)]) == [Outcome.OK]
     assert fetched(tier, [meta(1)]) == [Outcome.OK]
     assert tier.faults() == {"corrupt": 1}
+
+
+def test_a_start_with_the_wrong_key_misses_every_block_and_deletes_none(opened: OPEN) -> None:
+    right, wrong = Codec(KeyRing(bytes(range(32)))), Codec(KeyRing(bytes(32)))
+    blocks = [meta(i, 8192 + i) for i in range(4)]
+    assert store(opened(codec=right), blocks) == [Outcome.OK] * 4
+    for codec in (wrong, PLAIN):
+        tier = opened(codec=codec)
+        assert fetched(tier, blocks) == [Outcome.MISS] * 4
+        assert tier.faults() == {"wrong_key": 4}
+    tier = opened(codec=right)
+    assert fetched(tier, blocks) == [Outcome.OK] * 4
+    assert tier.faults() == {}
+
+
+def test_nothing_of_an_encrypted_payload_is_on_the_disk(opened: OPEN, folder: Path) -> None:
+    store(opened(codec=Codec(KeyRing(bytes(range(32))))), [meta(1, 8192), meta(2, 8192)])
+    stored = segment_files(folder)[0].read_bytes()
+    assert key(1) in stored
+    assert not any(bytes(payload(meta(1)))[start : start + 32] in stored for start in range(0, 8192, 512))
 
 
 def test_slots_that_were_swapped_on_disk_are_not_mixed_up(opened: OPEN, folder: Path) -> None:
