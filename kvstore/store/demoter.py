@@ -1,8 +1,8 @@
 """Copies blocks down: every stored block from RAM to SSD, and those of sessions on to S3, in the background.
 
-The order is that of arrival, so a parent goes before its children. What waits is a list of ids and takes no memory to
-speak of; how much is under way is bounded by the links' windows. A block whose RAM copy is gone by the time it is
-due for S3 is loaded from SSD first.
+The order is that of arrival, so a parent goes before its children; towards the bucket that is enforced
+(`chain_order.py`). What waits is a list of ids and takes no memory to speak of; how much is under way is bounded by the
+links' windows. A block whose RAM copy is gone by the time it is due for S3 is loaded from SSD first.
 """
 
 from collections import OrderedDict
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store.catalog import Catalog, tier_bit
+from kvstore.store.chain_order import ChainOrder
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
 from kvstore.store.room import Room
@@ -39,7 +40,9 @@ class Demoter:
         loader: Loader,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
+        on_stored: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`on_stored` is told of each block that the tier holds now through us."""
         self._tier = tier
         self._catalog = catalog
         self._ram = ram
@@ -48,10 +51,14 @@ class Demoter:
         self._loader = loader
         self._on_fault = on_fault
         self._clock = clock
+        self._on_stored = on_stored
         self._queue: OrderedDict[int, None] = OrderedDict()
         self._failed: dict[int, None] = {}
         self._under_way: set[int] = set()
         self._staged: set[int] = set()
+        self._order: ChainOrder | None = None
+        if tier == TierKind.S3:
+            self._order = ChainOrder(catalog, tier, self._under_way.__contains__, self.wants)
         self._loading = 0
         self._tries: dict[int, int] = {}
         self._is_refused = False
@@ -60,10 +67,12 @@ class Demoter:
 
     def __len__(self) -> int:
         """How many blocks are still to be copied."""
-        return len(self._queue) + len(self._failed) + len(self._under_way)
+        early = 0 if self._order is None else len(self._order)
+        return len(self._queue) + len(self._failed) + len(self._under_way) + early
 
     def wants(self, block: int) -> bool:
-        return block in self._queue or block in self._under_way or block in self._failed
+        is_early = self._order is not None and block in self._order
+        return block in self._queue or block in self._under_way or block in self._failed or is_early
 
     def holds(self, block: int) -> bool:
         """Whether the block's copy in RAM should wait for us: not while the tier takes nothing, since that may last."""
@@ -81,13 +90,14 @@ class Demoter:
         if block not in self._under_way:
             self._tries.pop(block, None)
             self.may_exist.discard(block)
+            if self._order is not None:
+                self._order.drop(block)
 
     def pump(self, now: float) -> None:
         if now < self._not_before:
             return
-        for block in reversed(self._failed):  # to the front, in the order they had
-            self._queue[block] = None
-            self._queue.move_to_end(block, last=False)
+        for block in reversed(self._failed):  # in the order they had
+            self._put_back(block)
         self._failed.clear()
         passed = 0
         while passed < min(_MAX_PASSED, len(self._queue)) and self._loading < _MAX_LOADING and self._link.store_room():
@@ -96,9 +106,28 @@ class Demoter:
                 self._queue[block] = None  # once the old copy is gone
                 passed += 1
             elif not self._catalog.resident(block, self._tier):
-                passed += not self._begin(block)
+                if not self._follows(block):
+                    passed += 1
+                elif self._order is None or self._order.is_within_span(block):
+                    passed += not self._begin(block)
+                else:
+                    self._put_back(block)
+                    return
 
     # ------------------------------------------------------------ private
+
+    def _put_back(self, block: int) -> None:
+        self._queue[block] = None
+        self._queue.move_to_end(block, last=False)
+
+    def _follows(self, block: int) -> bool:
+        """Whether the block's turn has come. Else it waits behind its parent, or, where that is not copied at all, is
+        left out: whoever wants it adds the parent first."""
+        if self._order is None or self._order.follows(block):
+            return True
+        if self.wants(self._catalog.parent(block)):
+            self._queue[block] = None
+        return False
 
     def _begin(self, block: int) -> bool:
         self._under_way.add(block)
@@ -117,7 +146,7 @@ class Demoter:
             self._staged.add(block)
             self._write(block)
         else:
-            self._give_up(block)
+            self._leave_out(block)
 
     def _write(self, block: int) -> None:
         slot = self._ram.slot(self._catalog.key(block))
@@ -131,15 +160,20 @@ class Demoter:
         if outcome in (Outcome.OK, Outcome.EXISTS):
             self._is_refused = False
             self._give_up(block)
-            if not self._catalog.resident(block, self._tier):
-                self._catalog.set_resident(block, self._tier)
-                if self._tier in self._room.policies:
-                    self._room.policies[self._tier].on_insert([block])
+            for stored in [block] if self._order is None else self._order.ended(block):
+                self._enter(stored)
         else:
             self._on_fault(f"{self._tier.label}_write_{outcome.label}")
             self._try_again(block, outcome)
         self._put_away(block)
         self._catalog.unpin(block)
+
+    def _enter(self, block: int) -> None:
+        if not self._catalog.resident(block, self._tier):
+            self._catalog.set_resident(block, self._tier)
+            if self._tier in self._room.policies:
+                self._room.policies[self._tier].on_insert([block])
+            self._on_stored(block)
 
     def _put_away(self, block: int) -> None:
         """Free the slot of a block that was brought into RAM only to be copied: nobody asked for it there."""
@@ -160,10 +194,17 @@ class Demoter:
         self._is_refused = True
         self._not_before = self._clock() + _RETRY_AFTER_S
         tries = self._tries.get(block, 0) + 1
-        self._give_up(block)
         if tries < _MAX_TRIES:
+            self._give_up(block)
             self._tries[block] = tries
             self._failed[block] = None
+        else:
+            self._leave_out(block)
+
+    def _leave_out(self, block: int) -> None:
+        self._give_up(block)
+        if self._order is not None:
+            self._order.drop(block)
 
     def _give_up(self, block: int) -> None:
         self._under_way.discard(block)

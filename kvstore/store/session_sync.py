@@ -135,11 +135,14 @@ class SessionSync:
         link.record(ops.RecordPut(link.next_op(), records.record_name(session.key), records.encode(record)), put)
 
     def _upload(self, session: Session, record: SessionRecord) -> None:
-        """Have the blocks copied to the bucket, and once none is missing put the record."""
+        """Have the blocks copied to the bucket, up to the first that nobody has, and once none of those is missing put
+        the record."""
         assert self._demoter is not None
         residency = self._catalog.residency_of(session.blocks)
         is_missing = (residency & tier_bit(TierKind.S3)) == 0
-        elsewhere = session.blocks[is_missing & (residency != 0)]
+        lost = np.flatnonzero(residency == 0)
+        num_there = int(lost[0]) if len(lost) else len(session.blocks)
+        elsewhere = session.blocks[:num_there][is_missing[:num_there]]
         for block in elsewhere.tolist():
             self._demoter.add(block)
         is_settled = self._table.age_s(session) >= self._settle_s or bool(residency.all())
