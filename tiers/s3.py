@@ -9,7 +9,7 @@ stored again. A bucket that is missing, forbidden or silent answers UNAVAILABLE,
 alone for a while (`tiers/s3calls.py`), so that it slows nobody down.
 
 What a bucket holds is found through the session records in it, not by listing: a listing says nothing of parents and
-namespaces, and of a bucket of millions of objects it takes minutes. So `recover_batches` yields nothing.
+namespaces, and of a bucket of millions of objects it takes minutes. So `recover` yields nothing.
 """
 
 import logging
@@ -18,9 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from botocore.exceptions import BotoCoreError, ClientError
+from typing import TypeVar
 
 from kvstore.core.block import HEADER_BYTES, RAW, BlockMeta, decode_header
 from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
@@ -32,19 +30,15 @@ from tiers.breaker import CircuitBreaker
 from tiers.calls import RunningCalls
 from tiers.codec import PLAIN, Codec
 from tiers.faults import FaultCounter
-from tiers.s3body import Traffic
-from tiers.s3calls import S3Calls, error_code
-from tiers.s3client import S3Settings, make_client
+from tiers.objects import DELETE_AT_ONCE, ObjectFault, ObjectStore
+from tiers.s3boto import BotoObjects
+from tiers.s3calls import S3Calls
+from tiers.s3client import S3Settings
 from tiers.s3records import S3Records
-
-if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
 
 __all__ = ["S3Settings", "S3Tier"]
 
 _T = TypeVar("_T")
-# S3's limit for one DeleteObjects.
-_DELETE_AT_ONCE = 1000
 _CLOSE_WAIT_S = 30.0
 _logger = logging.getLogger("kvstore.tiers.s3")
 
@@ -53,27 +47,26 @@ class S3Tier:
     """Implements `tiers.base.Tier`. Thread-safe; a batch goes one block after the other, so that the caller decides
     how many requests run at once by how many threads it calls from.
 
-    `records` is a RecordStore in the same bucket.
+    `records` is a RecordStore in the same bucket, `objects` the bucket itself, for what else is kept there: see `run`.
     """
 
     def __init__(
         self,
         settings: S3Settings,
         *,
-        client: "S3Client | None" = None,
+        objects: ObjectStore | None = None,
         codec: Codec = PLAIN,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         jitter: random.Random | None = None,
     ) -> None:
-        """Contacts nobody. Closes `client` (default: one made from the settings) at the end.
+        """Contacts nobody. Closes `objects` (default: made from the settings) at the end.
 
-        Raises ConfigError where a key file cannot be read.
+        Raises ConfigError where a file cannot be read that the settings name.
         """
         self._settings = settings
         self._codec = codec
-        self._client = make_client(settings) if client is None else client
-        self._traffic = Traffic(settings.request_deadline_s, clock)
+        self.objects = BotoObjects(settings, clock) if objects is None else objects
         self._faults = FaultCounter("s3", clock)
         self._breaker = CircuitBreaker(clock=clock)
         self._requests = S3Calls(
@@ -82,9 +75,7 @@ class S3Tier:
         self._calls = RunningCalls()
         self._counts_lock = Lock()
         self._num_blocks, self._used_bytes = 0, 0
-        # A HEAD that finds nothing does not say whether there is a bucket at all.
-        self._has_seen_bucket = False
-        self.records = S3Records(settings, self._client, self._run, self._traffic, self._faults)
+        self.records = S3Records(settings, self.objects, self.run, self._faults)
 
     @property
     def kind(self) -> TierKind:
@@ -111,10 +102,10 @@ class S3Tier:
     def delete(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """As `Tier.delete`, but OK also for a block that was not there: S3 does not tell."""
         outcomes: list[Outcome] = []
-        for start in range(0, len(keys), _DELETE_AT_ONCE):
-            batch = keys[start : start + _DELETE_AT_ONCE]
+        for start in range(0, len(keys), DELETE_AT_ONCE):
+            batch = keys[start : start + DELETE_AT_ONCE]
             try:
-                outcomes += self._run(partial(self._delete, batch))
+                outcomes += self.run(partial(self._delete, batch))
             except TierUnavailable:
                 outcomes += [Outcome.UNAVAILABLE] * len(batch)
         return outcomes
@@ -133,10 +124,18 @@ class S3Tier:
         """Return how often which fault was met since the start."""
         return self._faults.counts()
 
+    def run(self, action: Callable[[float, int], _T]) -> _T:
+        """Return `action(deadline, attempt)`, which asks `objects` for one thing; within the deadline of one request,
+        tried again, counted and refused as every request to this bucket is. Raises TierUnavailable."""
+        with self._calls.enter() as is_open:
+            if not is_open:
+                raise TierUnavailable("the S3 tier is closed")
+            return self._requests.run(action)
+
     def close(self) -> None:
         """Wait for running calls, then close all connections. Idempotent."""
         if self._calls.close(_CLOSE_WAIT_S):
-            self._client.close()
+            self.objects.close()
         else:
             _logger.error("s3 tier: calls still run after %.0f s; left open", _CLOSE_WAIT_S)
 
@@ -144,50 +143,38 @@ class S3Tier:
 
     def _answer(self, action: Callable[..., Outcome], *arguments: object) -> Outcome:
         try:
-            return self._run(partial(action, *arguments))
+            return self.run(partial(action, *arguments))
         except TierUnavailable:
             return Outcome.UNAVAILABLE
 
-    def _run(self, action: Callable[[float, int], _T]) -> _T:
-        with self._calls.enter() as is_open:
-            if not is_open:
-                raise TierUnavailable("the S3 tier is closed")
-            return self._requests.run(action)
-
-    def _head(self, key: BlockKey, _deadline: float, _attempt: int) -> Outcome:
-        try:
-            self._client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
-        except ClientError as error:
-            if error_code(error) not in ("404", "NoSuchKey", "NotFound"):
-                raise
-            if not self._has_seen_bucket:
-                self._look_for_bucket()
-            return Outcome.MISS
-        self._has_seen_bucket = True
-        return Outcome.OK
-
-    def _look_for_bucket(self) -> None:
-        try:
-            self._client.head_bucket(Bucket=self._settings.bucket)
-        except ClientError as error:
-            if error_code(error) in ("404", "NotFound"):
-                error.response["Error"]["Code"] = "NoSuchBucket"
-            raise
-        self._has_seen_bucket = True
+    def _head(self, key: BlockKey, deadline: float, _attempt: int) -> Outcome:
+        return Outcome.MISS if self.objects.head(self._name(key), deadline) is None else Outcome.OK
 
     def _get(self, meta: BlockMeta, view: memoryview, deadline: float, _attempt: int) -> Outcome:
+        header, stored = memoryview(bytearray(HEADER_BYTES)), view
+
+        def places(num_bytes: int) -> Iterator[memoryview]:
+            nonlocal stored
+            if num_bytes < HEADER_BYTES:
+                raise CorruptBlock("the object is shorter than a header")
+            yield header
+            # The header says how much follows, and what it is.
+            found = decode_header(header)
+            if found.meta != meta:
+                raise CorruptBlock("the object holds another block")
+            if num_bytes != HEADER_BYTES + found.stored_bytes:
+                raise CorruptBlock(f"the object has {num_bytes} bytes, expected {HEADER_BYTES + found.stored_bytes}")
+            if found.codec != RAW:
+                stored = memoryview(bytearray(found.stored_bytes))
+            yield stored
+
         try:
-            response = self._client.get_object(Bucket=self._settings.bucket, Key=self._name(meta.key))
-        except ClientError as error:
-            if error_code(error) != "NoSuchKey":
-                self._has_seen_bucket = False
-                raise
-            return Outcome.MISS
-        try:
-            self._receive(meta, response, view, deadline)
+            if self.objects.get(self._name(meta.key), places, deadline) is None:
+                return Outcome.MISS
+            self._codec.open(meta, header, stored, view)
         except CorruptBlock as error:
             self._faults.count("corrupt", detail=f"block {meta.key.hex()[:12]}: {error}")
-            self._quarantine(meta.key)
+            self._quarantine(meta.key, deadline)
             return Outcome.CORRUPT
         except WrongKey as error:
             # It stays: a start with the wrong key must not empty the bucket.
@@ -195,67 +182,28 @@ class S3Tier:
             return Outcome.MISS
         return Outcome.OK
 
-    def _receive(self, meta: BlockMeta, response: Any, view: memoryview, deadline: float) -> None:
-        """Bring the payload into `view`, received there directly where it is stored as it is."""
-        header = memoryview(bytearray(HEADER_BYTES))
-        stored = view
-
-        def places() -> Iterator[memoryview]:
-            nonlocal stored
-            yield header
-            # The header says how much follows, and what it is.
-            found = decode_header(header)
-            if found.meta != meta:
-                raise CorruptBlock("the object holds another block")
-            expected_bytes = HEADER_BYTES + found.stored_bytes
-            # A server, or a proxy in between, need not state a length.
-            found_bytes = response.get("ContentLength", expected_bytes)
-            if found_bytes != expected_bytes:
-                raise CorruptBlock(f"the object has {found_bytes} bytes, expected {expected_bytes}")
-            if found.codec != RAW:
-                stored = memoryview(bytearray(found.stored_bytes))
-            yield stored
-
-        if response.get("ContentLength", HEADER_BYTES) < HEADER_BYTES:
-            response["Body"].close()
-            raise CorruptBlock("the object is shorter than a header")
-        self._traffic.receive(response["Body"], places(), deadline)
-        self._codec.open(meta, header, stored, view)
-
-    def _quarantine(self, key: BlockKey) -> None:
+    def _quarantine(self, key: BlockKey, deadline: float) -> None:
         """Delete a damaged copy. Where that is refused (credentials that may only read) or fails, it stays, and answers
         CORRUPT to the next reader: no reason to take the whole bucket for sick."""
+        name = self._name(key)
         try:
-            self._client.delete_object(Bucket=self._settings.bucket, Key=self._name(key))
-        except (BotoCoreError, ClientError):
+            is_refused = name in self.objects.delete([name], deadline)
+        except ObjectFault:
+            is_refused = True
+        if is_refused:
             self._faults.count("delete_refused", detail=f"the damaged block {key.hex()[:12]} stays in the bucket")
 
     def _put(self, meta: BlockMeta, payload: memoryview, deadline: float, _attempt: int) -> Outcome:
-        # Joined, since boto3 takes no pieces.
-        body = b"".join(self._codec.seal(meta, payload))
-        try:
-            self._client.put_object(
-                Bucket=self._settings.bucket,
-                Key=self._name(meta.key),
-                Body=self._traffic.body(body, deadline),
-                IfNoneMatch="*",
-                **self._settings.write_options(),
-            )
-        except ClientError as error:
-            if error_code(error) not in ("412", "PreconditionFailed"):
-                raise
+        header, stored = self._codec.seal(meta, payload)
+        if self.objects.put(self._name(meta.key), [header, stored], deadline, if_absent=True) is None:
             return Outcome.EXISTS
         with self._counts_lock:
             self._num_blocks += 1
-            self._used_bytes += len(body)
+            self._used_bytes += len(header) + len(stored)
         return Outcome.OK
 
-    def _delete(self, keys: Sequence[BlockKey], _deadline: float, _attempt: int) -> list[Outcome]:
-        response = self._client.delete_objects(
-            Bucket=self._settings.bucket,
-            Delete={"Objects": [{"Key": self._name(key)} for key in keys], "Quiet": True},
-        )
-        refused = {error.get("Key") for error in response.get("Errors", []) if error.get("Code") != "NoSuchKey"}
+    def _delete(self, keys: Sequence[BlockKey], deadline: float, _attempt: int) -> list[Outcome]:
+        refused = self.objects.delete([self._name(key) for key in keys], deadline)
         self._faults.count("delete_refused", len(refused))
         outcomes = [Outcome.UNAVAILABLE if self._name(key) in refused else Outcome.OK for key in keys]
         self._uncount_blocks(outcomes.count(Outcome.OK))

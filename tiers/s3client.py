@@ -1,10 +1,11 @@
 """The S3 tier's settings, and the boto3 client they make.
 
-Covers: endpoint, credentials, timeouts, connections. Credentials are read here and handed to boto3; they are
-never logged and never part of an error.
+Covers: endpoint, credentials, trusted certificates. Credentials are read here and handed to boto3; they are never
+logged and never part of an error.
 """
 
 import logging
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import boto3
 import botocore.session
 from botocore.config import Config
+from botocore.httpsession import get_cert_path
 
 from kvstore.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-_CONNECT_TIMEOUT_S = 2.0
 _TALKATIVE = ("boto3", "botocore", "urllib3")
 
 
@@ -67,18 +68,14 @@ def make_client(settings: S3Settings) -> "S3Client":
     # The times in each answer are of no use here, and parsing them took a sixth of the client's CPU time per GET.
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
     config = Config(
-        connect_timeout=min(_CONNECT_TIMEOUT_S, settings.request_deadline_s / 2),
-        # So that a server that says nothing leaves time for a second try.
-        read_timeout=settings.request_deadline_s / 2,
-        # Readers and writers at once; retries are ours, since boto3's know no deadline.
-        max_pool_connections=2 * settings.threads + 4,
+        # Retries are ours, since boto3's know no deadline.
         retries={"total_max_attempts": 1},
-        tcp_keepalive=True,
         parameter_validation=False,
-        # Every block has a checksum of its own; boto3's would be a second one.
+        # Every block has a checksum of its own, so neither boto3's nor, without TLS, a SHA-256 of the body as part of
+        # the signature (half of the CPU time of a PUT) guards against anything more.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"addressing_style": "path" if settings.endpoint else "auto"},
+        s3={"addressing_style": "path" if settings.endpoint else "auto", "payload_signing_enabled": False},
     )
     return boto3.session.Session(botocore_session=session).client(
         "s3",
@@ -88,6 +85,18 @@ def make_client(settings: S3Settings) -> "S3Client":
         aws_access_key_id=_read_secret(settings.access_key_file) if settings.access_key_file else None,
         aws_secret_access_key=_read_secret(settings.secret_key_file) if settings.secret_key_file else None,
     )
+
+
+def make_tls(settings: S3Settings) -> ssl.SSLContext | None:
+    """Return what https needs, None for an endpoint without it: the certificates that boto3 would trust, or those that
+    AWS_CA_BUNDLE or `ca_bundle` in the AWS configuration names. Raises ConfigError where that cannot be read."""
+    if settings.endpoint.startswith("http://"):
+        return None
+    bundle = botocore.session.Session().get_config_variable("ca_bundle")
+    try:
+        return ssl.create_default_context(cafile=bundle or get_cert_path(True))
+    except OSError as error:
+        raise ConfigError(f"cannot read the CA bundle {bundle}: {error.__class__.__name__}") from None
 
 
 def _read_secret(path: str) -> str:

@@ -11,20 +11,16 @@ import secrets
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import xxhash
-from botocore.exceptions import ClientError
 
+from kvstore.core.errors import TierUnavailable
 from tiers.base import Record
 from tiers.faults import FaultCounter
 from tiers.names import check_name
-from tiers.s3body import Traffic
-from tiers.s3calls import error_code
+from tiers.objects import ObjectStore, Page
 from tiers.s3client import S3Settings
-
-if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
 
 _T = TypeVar("_T")
 _MAGIC = b"KVR1"
@@ -47,23 +43,15 @@ class _Runner(Protocol):
 class S3Records:
     """A RecordStore in a bucket. Thread-safe. `run` makes requests as `S3Calls.run` does."""
 
-    def __init__(
-        self, settings: S3Settings, client: "S3Client", run: _Runner, traffic: Traffic, faults: FaultCounter
-    ) -> None:
+    def __init__(self, settings: S3Settings, objects: ObjectStore, run: _Runner, faults: FaultCounter) -> None:
         self._settings = settings
-        self._client = client
+        self._objects = objects
         self._run = run
-        self._traffic = traffic
         self._faults = faults
 
     def put(self, name: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str | None:
         check_name(name)
-        condition: dict[str, Any] = {}
-        if if_absent:
-            condition = {"IfNoneMatch": "*"}
-        elif if_match is not None:
-            condition = {"IfMatch": if_match}
-        return self._run(partial(self._put, self._key(name), _encode(data), condition))
+        return self._run(partial(self._put, self._key(name), _encode(data), if_absent, if_match))
 
     def get(self, name: str) -> Record | None:
         """As `RecordStore.get`; a record that is damaged is counted and None."""
@@ -84,9 +72,9 @@ class S3Records:
         names: list[str] = []
         token: str | None = None
         while True:
-            response = self._run(partial(self._list, self._key_prefix(prefix), token))
-            names += [name for item in response.get("Contents", []) if (name := self._name(item["Key"])) is not None]
-            token = response.get("NextContinuationToken")
+            page: Page = self._run(partial(self._list, self._key_prefix(prefix), token))
+            names += [name for listed in page.objects if (name := self._name(listed.name)) is not None]
+            token = page.following
             if token is None:
                 break
         yield from sorted(names)
@@ -94,56 +82,42 @@ class S3Records:
     def delete(self, name: str) -> bool:
         check_name(name)
         key = self._key(name)
-        existed = self._run(partial(self._exists, key))
-        if existed:
-            self._run(lambda _deadline, _attempt: self._client.delete_object(Bucket=self._settings.bucket, Key=key))
+        existed = self._run(lambda deadline, _attempt: self._objects.head(key, deadline)) is not None
+        if existed and self._run(lambda deadline, _attempt: self._objects.delete([key], deadline)):
+            raise TierUnavailable("the bucket refuses to delete a record")
         return existed
 
     # ------------------------------------------------------------ one request each
 
-    def _put(self, key: str, body: bytes, condition: dict[str, Any], deadline: float, attempt: int) -> str | None:
-        try:
-            response = self._client.put_object(
-                Bucket=self._settings.bucket,
-                Key=key,
-                Body=self._traffic.body(body, deadline),
-                **condition,
-                **self._settings.write_options(),
-            )
-        except ClientError as error:
-            if error_code(error) not in ("412", "PreconditionFailed", "NoSuchKey"):
-                raise
-            return self._tag_if_ours(key, body, deadline) if attempt else None
-        return response["ETag"]
-
-    def _tag_if_ours(self, key: str, body: bytes, deadline: float) -> str | None:
-        """An earlier try may have been carried out although its answer was lost."""
+    def _put(
+        self, key: str, body: bytes, if_absent: bool, if_match: str | None, deadline: float, attempt: int
+    ) -> str | None:
+        etag = self._objects.put(key, [body], deadline, if_absent=if_absent, if_match=if_match)
+        if etag is not None or attempt == 0:
+            return etag
+        # An earlier try may have been carried out although its answer was lost.
         found = self._get(key, deadline, 0)
         return found[1] if found is not None and found[0] == body else None
 
     def _get(self, key: str, deadline: float, _attempt: int) -> tuple[bytes, str] | None:
-        try:
-            response = self._client.get_object(Bucket=self._settings.bucket, Key=key)
-        except ClientError as error:
-            if error_code(error) != "NoSuchKey":
-                raise
-            return None
-        body = self._traffic.receive_all(response, _MAX_RECORD_BYTES, deadline)
-        # An empty one is damaged, too.
-        return body or b"", response["ETag"]
+        body = bytearray()
 
-    def _exists(self, key: str, _deadline: float, _attempt: int) -> bool:
-        try:
-            self._client.head_object(Bucket=self._settings.bucket, Key=key)
-        except ClientError as error:
-            if error_code(error) not in ("404", "NoSuchKey", "NotFound"):
-                raise
-            return False
-        return True
+        def place(num_bytes: int) -> list[memoryview]:
+            nonlocal body
+            if num_bytes > _MAX_RECORD_BYTES:
+                raise _TooLong
+            body = bytearray(num_bytes)
+            return [memoryview(body)]
 
-    def _list(self, prefix: str, token: str | None, _deadline: float, _attempt: int) -> Any:
-        following: dict[str, Any] = {} if token is None else {"ContinuationToken": token}
-        return self._client.list_objects_v2(Bucket=self._settings.bucket, Prefix=prefix, **following)
+        try:
+            found = self._objects.get(key, place, deadline)
+        except _TooLong:
+            # As damaged as an empty one.
+            return b"", ""
+        return None if found is None else (bytes(body), found.etag)
+
+    def _list(self, prefix: str, following: str | None, deadline: float, _attempt: int) -> Page:
+        return self._objects.list(prefix, deadline, following=following)
 
     # ------------------------------------------------------------ names and keys
 
@@ -160,6 +134,10 @@ class S3Records:
         if not key.startswith(start) or not key.endswith(_SUFFIX):
             return None
         return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), key[len(start) : -len(_SUFFIX)])
+
+
+class _TooLong(Exception):
+    """An object is far too long for a record."""
 
 
 def _encode(data: bytes) -> bytes:

@@ -4,11 +4,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from botocore.exceptions import ClientError
 
 from kvstore.core.block import HEADER_BYTES
 from kvstore.core.errors import ConfigError, TierUnavailable
@@ -18,6 +19,7 @@ from tests.support.blocks import blank, key, meta, payload
 from tests.support.proxy import Mode, Proxy
 from tiers.codec import PLAIN, Codec
 from tiers.keys import KeyRing
+from tiers.objects import ObjectFault
 from tiers.s3 import S3Tier
 from tiers.s3client import S3Settings, make_client
 
@@ -165,7 +167,7 @@ def test_a_damaged_object_is_corrupt_once_then_heals(
 
 
 def test_a_damaged_object_that_may_not_be_deleted_is_corrupt_and_the_bucket_well(
-    open_s3: OPEN, bucket: Bucket, s3_settings: S3Settings
+    open_s3: OPEN, bucket: Bucket, s3_settings: S3Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With credentials that may only read, each damaged object answered UNAVAILABLE, and some of them closed the whole
     bucket."""
@@ -173,10 +175,7 @@ def test_a_damaged_object_that_may_not_be_deleted_is_corrupt_and_the_bucket_well
     store(tier, 1, 2)
     bucket.put(name_of(s3_settings, 1), b"damaged")
 
-    def refuse(**_: object) -> None:
-        raise ClientError({"Error": {"Code": "AccessDenied"}}, "DeleteObject")
-
-    tier._client.delete_object = refuse  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(tier.objects, "delete", lambda names, _deadline: set(names))
     for _ in range(8):
         assert fetch(tier, 1, 2) == [Outcome.CORRUPT, Outcome.OK]
     assert tier.faults() == {"corrupt": 8, "delete_refused": 8}
@@ -338,18 +337,17 @@ def test_a_record_whose_answer_was_lost_is_known_again(
 ) -> None:
     """The first try is carried out and its answer lost; the second finds its own record in the way."""
     records = behind_proxy.records
-    client = records._client
-    put_object = client.put_object
+    put = behind_proxy.objects.put
     is_lost: list[bool] = []
 
-    def lose_the_first_answer(**arguments: object) -> object:
-        answer = put_object(**arguments)  # type: ignore[arg-type]
+    def lose_the_first_answer(*arguments: Any, **conditions: Any) -> str | None:
+        tag = put(*arguments, **conditions)
         if not is_lost:
             is_lost.append(True)
-            raise ConnectionResetError
-        return answer
+            raise ObjectFault("connection", "lost")
+        return tag
 
-    monkeypatch.setattr(client, "put_object", lose_the_first_answer)
+    monkeypatch.setattr(behind_proxy.objects, "put", lose_the_first_answer)
     tag = records.put("sessions/a", b"mine", if_absent=True)
     record = open_s3().records.get("sessions/a")
     assert record is not None
@@ -382,12 +380,9 @@ def test_a_damaged_record_is_counted_and_none(open_s3: OPEN, bucket: Bucket, s3_
     assert tier.faults() == {"record_corrupt": 1}
 
 
-def test_more_names_than_one_listing_holds_are_all_listed(open_s3: OPEN, s3_settings: S3Settings) -> None:
+def test_more_names_than_one_listing_holds_are_all_listed(open_s3: OPEN, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_s3()
-    list_objects = tier.records._client.list_objects_v2
-    tier.records._client.list_objects_v2 = lambda **arguments: list_objects(  # type: ignore[method-assign]
-        **{**arguments, "MaxKeys": 3}
-    )
+    monkeypatch.setattr(tier.objects, "list", partial(tier.objects.list, limit=3))
     for number in range(8):
         tier.records.put(f"sessions/{number}", b"")
     assert list(tier.records.names("sessions/")) == [f"sessions/{number}" for number in range(8)]

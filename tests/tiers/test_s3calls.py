@@ -1,22 +1,15 @@
-"""Deadlines, retries and the names of faults, without a server."""
+"""Deadlines and retries, without a server."""
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import urllib3.exceptions
-from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError
 
 from kvstore.core.errors import TierUnavailable
 from tiers.breaker import CircuitBreaker
 from tiers.faults import FaultCounter
-from tiers.s3calls import DeadlinePassed, S3Calls, fault_kind
-
-
-def client_error(code: str, status: int) -> ClientError:
-    metadata: Any = {"HTTPStatusCode": status}
-    return ClientError({"Error": {"Code": code}, "ResponseMetadata": metadata}, "GetObject")
+from tiers.objects import ObjectFault
+from tiers.s3calls import S3Calls
 
 
 class Bench:
@@ -58,7 +51,7 @@ def run(bench: Bench, errors: "Iterator[Exception | None]", takes_s: float = 0.0
 
 
 def test_a_passing_fault_is_tried_again_after_a_growing_pause(bench: Bench) -> None:
-    errors = raising(EndpointConnectionError(endpoint_url="x"), client_error("SlowDown", 503), None)
+    errors = raising(ObjectFault("connection", ""), ObjectFault("throttled", ""), None)
     assert run(bench, errors) == 2
     assert 0.02 < bench.pauses[0] < 0.08 < bench.pauses[1] < 0.31
     assert bench.faults.counts() == {}
@@ -66,26 +59,26 @@ def test_a_passing_fault_is_tried_again_after_a_growing_pause(bench: Bench) -> N
 
 def test_a_fault_that_stays_is_counted_once_as_unavailable(bench: Bench) -> None:
     with pytest.raises(TierUnavailable, match="throttled"):
-        run(bench, raising(*[client_error("SlowDown", 503)] * 3))
+        run(bench, raising(*[ObjectFault("throttled", "")] * 3))
     assert bench.faults.counts() == {"throttled": 1}
 
 
 def test_a_fault_that_will_not_pass_is_not_tried_again(bench: Bench) -> None:
     with pytest.raises(TierUnavailable, match="forbidden"):
-        run(bench, raising(client_error("AccessDenied", 403)))
+        run(bench, raising(ObjectFault("forbidden", "")))
     assert bench.pauses == []
 
 
 def test_no_try_begins_after_the_deadline(bench: Bench) -> None:
     with pytest.raises(TierUnavailable, match="timeout"):
-        run(bench, raising(DeadlinePassed(), DeadlinePassed()), takes_s=5.0)
+        run(bench, raising(ObjectFault("timeout", ""), ObjectFault("timeout", "")), takes_s=5.0)
     assert len(bench.pauses) == 1
 
 
 def test_while_the_breaker_is_open_nothing_is_asked(bench: Bench) -> None:
     for _ in range(5):
         with pytest.raises(TierUnavailable):
-            run(bench, raising(client_error("NoSuchBucket", 404)))
+            run(bench, raising(ObjectFault("no_bucket", "")))
     with pytest.raises(TierUnavailable, match="left alone"):
         bench.calls.run(lambda _deadline, _attempt: pytest.fail("asked"))
 
@@ -97,26 +90,3 @@ def test_a_fault_of_ours_is_raised_as_it_is_and_frees_the_probe(bench: Bench) ->
     with pytest.raises(ZeroDivisionError):
         bench.calls.run(broken)
     assert bench.calls.run(lambda _deadline, _attempt: 1) == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (client_error("NoSuchBucket", 404), "no_bucket"),
-        (client_error("SignatureDoesNotMatch", 403), "forbidden"),
-        (client_error("403", 403), "forbidden"),
-        (client_error("InternalError", 500), "server_error"),
-        (client_error("SlowDown", 503), "throttled"),
-        (client_error("ConditionalRequestConflict", 409), "conflict"),
-        (client_error("InvalidRequest", 400), "refused"),
-        (NoCredentialsError(), "credentials"),
-        (EndpointConnectionError(endpoint_url="x"), "connection"),
-        (ReadTimeoutError(endpoint_url="x"), "timeout"),
-        (urllib3.exceptions.ProtocolError("x"), "connection"),
-        (ConnectionResetError(), "connection"),
-        (TimeoutError(), "timeout"),
-        (DeadlinePassed(), "timeout"),
-    ],
-)
-def test_faults_are_counted_by_kind(error: Exception, kind: str) -> None:
-    assert fault_kind(error) == kind
