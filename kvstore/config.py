@@ -30,6 +30,7 @@ Ratio = Annotated[float, Meta(gt=0, le=1, extra={"unit": "ratio", "example": "0.
 Count = Annotated[int, Meta(ge=1, extra={"unit": "count", "example": "8"})]
 Threads = Annotated[int, Meta(ge=1, le=256, extra={"unit": "count", "example": "8"})]
 Port = Annotated[int, Meta(ge=0, le=65535, extra={"unit": "count", "example": "8200"})]
+NumaNode = Annotated[int, Meta(ge=-1, le=1023, extra={"unit": "count", "example": "0"})]
 Flag = Annotated[bool, Meta(extra={"unit": "flag", "example": "true"})]
 Text = Annotated[str, Meta(extra={"unit": "text", "example": '"a-name"'})]
 PathText = Annotated[str, Meta(min_length=1, extra={"unit": "path", "example": '"/var/lib/kvstore"'})]
@@ -63,13 +64,17 @@ class DaemonConfig(Section, frozen=True, kw_only=True):
 
 
 class RamConfig(Section, frozen=True, kw_only=True):
-    """`shm_dir` is where the shared region's file lies: a tmpfs that engines map too."""
+    """`shm_dir` is where the shared region's file lies: a tmpfs that engines map too, with `hugetlb` a hugetlbfs.
+    `numa_node` -1: wherever the kernel likes."""
 
     size_bytes: Size = field(name="size", default=GIB)
     high_watermark: Ratio = 0.95
     low_watermark: Ratio = 0.90
     shm_dir: PathText = "/dev/shm"
     prefault: Flag = True
+    hugetlb: Flag = False
+    mlock: Flag = False
+    numa_node: NumaNode = -1
 
 
 class SsdConfig(Section, frozen=True, kw_only=True):
@@ -134,6 +139,8 @@ def check(config: Config) -> None:
     _check_daemon(config.daemon)
     if config.ram.low_watermark >= config.ram.high_watermark:
         raise ConfigError("ram.low_watermark must be below ram.high_watermark")
+    if config.ram.mlock and not config.ram.prefault:
+        raise ConfigError("ram.mlock needs ram.prefault: only memory that has been touched can be locked")
     if config.ssd.enabled and config.ssd.segment_bytes > config.ssd.max_bytes:
         raise ConfigError("ssd.segment_bytes is larger than ssd.max_bytes: lower the first or raise the second")
     _check_s3(config.s3)

@@ -1,6 +1,6 @@
 """The shared-memory region: one file, mapped by the daemon, its workers and every engine, that holds the RAM slots.
 
-    0        4096                          data_start (page-aligned)
+    0        4096                          data_start (aligned to a huge page, in a small region to a page)
     | header | generations: u64 per page   | data area: data_bytes                    |
                                            ^ offsets of slots count from here
 
@@ -15,8 +15,6 @@ maps kills that engine with SIGBUS.
 """
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -28,72 +26,77 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvstore.core.errors import ConfigError, TierUnavailable
+from tiers import pages
+from tiers.backing import DEFAULT_BACKING, PAGE_BYTES, Backing, address_of, allocate, ask_for_huge_pages
 
-PAGE_BYTES: Final = 4096
+HUGE_PAGE_BYTES: Final = 2 << 20
 _MAGIC = b"KVREGION"
-_VERSION = 1
+_VERSION = 2
 # magic, version, reserved, epoch, data_bytes, data_start
 _HEADER = struct.Struct("<8sIIQQQ")
-# Allocation and prefaulting go in steps of this size, so that progress can be shown.
-_STEP_BYTES = 64 << 20
-# Not in the mmap module of Python 3.11; Linux 5.14 and newer.
-_MADV_POPULATE_WRITE = 23
+# From this size on the data area begins at a huge page, so that all of it can lie in huge pages.
+_ALIGNED_FROM_BYTES = 16 * HUGE_PAGE_BYTES
 _NEW_FILE_S = 10.0
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Region:
     """One mapping of the region file. Thread-safe; views stay valid after `close` until they are dropped."""
 
-    def __init__(self, path: Path, mapping: mmap.mmap, data_bytes: int, epoch: int, lock: int | None = None) -> None:
-        """Use `create` or `attach`. `lock`: the descriptor that holds the owner's lock."""
+    def __init__(
+        self, path: Path, mapping: mmap.mmap, start: int, data_bytes: int, epoch: int, lock: int | None = None
+    ) -> None:
+        """Use `create` or `attach`. `start`: of the data area; `lock`: the descriptor that holds the owner's lock."""
         self.path = path
         self.data_bytes = data_bytes
         self.epoch = epoch
         self._lock = lock
         self._is_closed = False
-        start = _data_start(data_bytes)
         self._mapping = mapping
         whole = memoryview(mapping)
         self._generations = whole[PAGE_BYTES : PAGE_BYTES + 8 * (data_bytes // PAGE_BYTES)].cast("Q")
         self._data = whole[start : start + data_bytes]
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + start
+        self._start = start
+        self._address = address_of(mapping) + start
 
     @classmethod
     def create(
-        cls, path: Path, data_bytes: int, epoch: int, *, prefault: Callable[[int, int], None] | None = None
+        cls,
+        path: Path,
+        data_bytes: int,
+        epoch: int,
+        *,
+        prefault: Callable[[int, int], None] | None = None,
+        backing: Backing = DEFAULT_BACKING,
     ) -> Self:
         """Make the region file and map it; for the daemon, once per boot. `data_bytes` is rounded down to pages.
 
         All room is allocated here, so that no later access can end in SIGBUS on a full file system. With `prefault`
-        the pages are also entered into this process' page table (a first touch costs 4 to 10 times a warm copy),
-        and `prefault(done_bytes, total_bytes)` is called as it goes on. Raises ConfigError, naming need and have,
-        where the file system is too small, or where `path` exists.
+        the pages are also entered into this process' page table (see tiers/pages.py), and `prefault(done_bytes,
+        total_bytes)` is called as it goes on. Raises ConfigError, naming need and have, where the file system is too
+        small, where `path` exists, or where the backing asked for cannot be had.
 
         The owner holds an exclusive flock on the file as long as it lives, so that a file whose owner was killed can be
         told from one in use (`is_abandoned`).
         """
-        data_bytes -= data_bytes % PAGE_BYTES
+        data_bytes -= data_bytes % backing.page_bytes
         if data_bytes <= 0:
-            raise ConfigError(f"the region {path} needs at least {PAGE_BYTES} bytes")
-        total_bytes = _data_start(data_bytes) + data_bytes
+            raise ConfigError(f"the region {path} needs at least {backing.page_bytes} bytes")
+        start = _data_start(data_bytes, backing.page_bytes)
+        total_bytes = start + data_bytes
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot create the region file {path}: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            _allocate(descriptor, path, total_bytes)
-            mapping = mmap.mmap(descriptor, total_bytes)
-            if prefault is not None:
-                _populate(mapping, total_bytes, prefault)
+            mapping = allocate(descriptor, path, total_bytes, backing, prefault)
             # Last, so that nobody can attach to a region that is not complete.
-            mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, 0, epoch, data_bytes, _data_start(data_bytes))
+            mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, 0, epoch, data_bytes, start)
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
-        return cls(path, mapping, data_bytes, epoch, descriptor)
+        return cls(path, mapping, start, data_bytes, epoch, descriptor)
 
     @classmethod
     def attach(cls, path: Path, epoch: int) -> Self:
@@ -104,15 +107,16 @@ class Region:
         except OSError as error:
             raise TierUnavailable(f"cannot open the region {path}: {error.strerror}") from error
         try:
-            data_bytes = _read_header(descriptor, path, epoch)
-            mapping = mmap.mmap(descriptor, _data_start(data_bytes) + data_bytes)
+            start, data_bytes = _read_header(descriptor, path, epoch)
+            mapping = mmap.mmap(descriptor, start + data_bytes)
         except OSError as error:
             raise TierUnavailable(f"cannot map the region {path}: {error.strerror}") from error
         finally:
             os.close(descriptor)
         # A fork would make pinned pages copy-on-write, and the device would go on writing to the other copy.
         mapping.madvise(mmap.MADV_DONTFORK)
-        return cls(path, mapping, data_bytes, epoch)
+        ask_for_huge_pages(mapping)
+        return cls(path, mapping, start, data_bytes, epoch)
 
     @property
     def address(self) -> int:
@@ -124,6 +128,23 @@ class Region:
         if offset < 0 or num_bytes < 0 or offset + num_bytes > self.data_bytes:
             raise ValueError(f"[{offset}, {offset + num_bytes}) lies outside of the region's {self.data_bytes} bytes")
         return self._data[offset : offset + num_bytes]
+
+    def populate(self, threads: int = 1) -> bool:
+        """Enter all pages into this process' page table, as `pages.populate`; for an attached mapping, whose first
+        copies would else take several times as long. Blocks, without the interpreter lock; idempotent.
+
+        False where it cannot be done: the kernel is too old, or the region was closed.
+        """
+        try:
+            # Keeps the mapping, should the region be closed meanwhile.
+            with self._data[:]:
+                return pages.populate(self._address - self._start, self._start + self.data_bytes, threads)
+        except (OSError, ValueError):
+            return False
+
+    def huge_bytes(self) -> int:
+        """Return how much of the region huge pages hold in this process; without prefault that is not known (0)."""
+        return min(self.data_bytes, pages.huge_bytes(self._address - self._start))
 
     def generation(self, offset: int) -> int:
         """Return the present generation of the slot at `offset`."""
@@ -181,46 +202,14 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-def _data_start(data_bytes: int) -> int:
-    generation_bytes = 8 * (data_bytes // PAGE_BYTES)
-    return PAGE_BYTES + -(-generation_bytes // PAGE_BYTES) * PAGE_BYTES
+def _data_start(data_bytes: int, page_bytes: int) -> int:
+    if data_bytes >= _ALIGNED_FROM_BYTES:
+        page_bytes = max(page_bytes, HUGE_PAGE_BYTES)
+    return -(-(PAGE_BYTES + 8 * (data_bytes // PAGE_BYTES)) // page_bytes) * page_bytes
 
 
-def _allocate(descriptor: int, path: Path, total_bytes: int) -> None:
-    room = os.fstatvfs(descriptor)
-    free_bytes = room.f_bavail * room.f_frsize
-    if total_bytes > free_bytes:
-        raise _too_small(path, total_bytes, free_bytes)
-    try:
-        for start in range(0, total_bytes, _STEP_BYTES):
-            os.posix_fallocate(descriptor, start, min(_STEP_BYTES, total_bytes - start))
-    except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise _too_small(path, total_bytes, free_bytes) from error
-        raise ConfigError(f"cannot allocate the region file {path}: {error.strerror}") from error
-
-
-def _too_small(path: Path, need_bytes: int, have_bytes: int) -> ConfigError:
-    return ConfigError(
-        f"the region needs {need_bytes} bytes, but {path.parent} has {have_bytes} free; "
-        "choose a smaller RAM tier or give that file system more room"
-    )
-
-
-def _populate(mapping: mmap.mmap, total_bytes: int, progress: Callable[[int, int], None]) -> None:
-    for start in range(0, total_bytes, _STEP_BYTES):
-        step = min(_STEP_BYTES, total_bytes - start)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, start, step)
-        except OSError:
-            # An older kernel: touch every page instead. The file is new, so it holds zeros.
-            for page in range(start, start + step, PAGE_BYTES):
-                mapping[page] = 0
-        progress(start + step, total_bytes)
-
-
-def _read_header(descriptor: int, path: Path, epoch: int) -> int:
-    """Return data_bytes. Raises TierUnavailable unless the file is the complete region of `epoch`."""
+def _read_header(descriptor: int, path: Path, epoch: int) -> tuple[int, int]:
+    """Return data_start and data_bytes. Raises TierUnavailable unless the file is the complete region of `epoch`."""
     status = os.fstat(descriptor)
     raw = os.pread(descriptor, _HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
     if len(raw) < _HEADER.size:
@@ -230,6 +219,7 @@ def _read_header(descriptor: int, path: Path, epoch: int) -> int:
         raise TierUnavailable(f"{path} is not a region of this version")
     if found_epoch != epoch:
         raise TierUnavailable(f"{path} belongs to another start of the daemon")
-    if data_bytes % PAGE_BYTES or data_start != _data_start(data_bytes) or status.st_size != data_start + data_bytes:
+    is_whole = status.st_size == data_start + data_bytes and not (data_start | data_bytes) % PAGE_BYTES
+    if not is_whole or data_start < _data_start(data_bytes, PAGE_BYTES):
         raise TierUnavailable(f"{path} is damaged: its size is not what its header says")
-    return int(data_bytes)
+    return int(data_start), int(data_bytes)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import ConfigError, TierUnavailable
+from tiers import pages
+from tiers.backing import Backing
 from tiers.region import PAGE_BYTES, Region
 
 EPOCH = 77
@@ -69,6 +71,96 @@ def test_prefault_reports_progress_up_to_the_whole(path: Path) -> None:
     assert len(seen) == 3
     assert seen[-1][0] == seen[-1][1] > 130 << 20
     region.close()
+
+
+def test_a_large_data_area_begins_at_a_huge_page(path: Path) -> None:
+    region = Region.create(path, 32 << 20, EPOCH)
+    again = Region.attach(path, EPOCH)
+    assert path.stat().st_size == (2 << 20) + (32 << 20)
+    region.view(0, 2)[:] = b"ok"
+    assert bytes(again.view(0, 2)) == b"ok"
+    region.close()
+    again.close()
+
+
+def test_a_region_of_huge_pages_is_a_whole_number_of_them(path: Path) -> None:
+    """Its file must be, or it cannot be mapped; the attached side knows nothing of the page size."""
+    region = Region.create(path, 5 << 19, EPOCH, backing=Backing(page_bytes=1 << 20))
+    assert region.data_bytes == 2 << 20
+    assert path.stat().st_size == 3 << 20
+    again = Region.attach(path, EPOCH)
+    assert again.data_bytes == 2 << 20
+    region.close()
+    again.close()
+
+
+def test_an_attached_region_can_be_populated_and_keeps_its_bytes(path: Path) -> None:
+    region = Region.create(path, SIZE, EPOCH)
+    region.view(PAGE_BYTES, 4)[:] = b"here"
+    again = Region.attach(path, EPOCH)
+    again.populate()
+    assert bytes(again.view(PAGE_BYTES, 4)) == b"here"
+    again.close()
+    assert not again.populate()
+    region.close()
+
+
+def test_on_a_kernel_that_cannot_populate_the_region_is_whole_all_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.pages.populate", lambda *_: False)
+    seen: list[int] = []
+    region = Region.create(path, SIZE, EPOCH, prefault=lambda done, _: seen.append(done))
+    assert seen[-1] == path.stat().st_size <= path.stat().st_blocks * 512
+    region.close()
+
+
+def test_memory_that_may_not_be_locked_is_refused_with_the_limit(path: Path) -> None:
+    script = (
+        "import resource, sys; from pathlib import Path; from tiers.region import Region\n"
+        "from tiers.backing import Backing; from kvstore.core.errors import ConfigError\n"
+        "import ctypes; resource.setrlimit(resource.RLIMIT_MEMLOCK, (8192, 8192))\n"
+        # CAP_IPC_LOCK (14) of the bounding set and with it of this process: root would not be limited.
+        "libc = ctypes.CDLL(None); libc.prctl(24, 14, 0, 0, 0)\n"
+        "import os; os.getuid() or os.setuid(65534)\n"
+        "try: Region.create(Path(sys.argv[1]), 1 << 20, 1, backing=Backing(is_locked=True))\n"
+        "except ConfigError as error: print(error)"
+    )
+    path.parent.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, "-c", script, f"/dev/shm/{path.parent.name}-locked"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "a limit of 8192 bytes" in done.stdout, done.stderr
+    assert "RLIMIT_MEMLOCK" in done.stdout
+
+
+def test_memory_can_be_locked_and_bound_where_that_is_allowed(path: Path) -> None:
+    region = Region.create(path, SIZE, EPOCH, prefault=lambda *_: None, backing=Backing(numa_node=0))
+    region.close()
+    path.unlink()
+    limit_bytes = pages.lock_limit_bytes()
+    if limit_bytes is None or limit_bytes >= 2 * SIZE:
+        Region.create(path, SIZE, EPOCH, prefault=lambda *_: None, backing=Backing(is_locked=True)).close()
+
+
+def test_a_node_that_does_not_exist_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="NUMA node 1000"):
+        Region.create(path, SIZE, EPOCH, backing=Backing(numa_node=1000))
+    assert not path.exists()
+
+
+def test_huge_pages_are_counted_in_our_mapping_alone(tmp_path: Path) -> None:
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "7f00000000-7f00200000 rw-s 00000000 00:01 7 /dev/shm/a\nShmemPmdMapped:     2048 kB\n"
+        "7f00400000-7f00a00000 rw-s 00000000 00:01 7 /dev/shm/b\nRss: 6144 kB\nShmemPmdMapped:     4096 kB\n"
+        "Shared_Hugetlb: 0 kB\nPrivate_Hugetlb: 2048 kB\nVmFlags: rd wr sh\n"
+    )
+    assert pages.huge_bytes(0x7F00400000, smaps) == 6 << 20
+    assert pages.huge_bytes(0x7F00500000, smaps) == 0
 
 
 def test_a_file_system_that_is_too_small_is_named_with_need_and_have(path: Path) -> None:
