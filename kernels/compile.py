@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gather import NUM_WARPS, TILE_LANES, gather_kernel
+from kernels.quantize import dequantize_kernel, kernel_constants, quantize_constants, quantize_kernel
+from kernels.quantized import QUANTIZED_DTYPES, QuantizedDtype
 from kernels.scatter import scatter_kernel
 
 ARCHITECTURES = (80, 90)
-_STRIDES = ("block_stride", "layer_stride", "part_stride", "token_stride", "head_stride", "payload_stride")
 _LANE_TYPES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*i8"}
 # Pools to compile for: heads and head_dim of a large model, of the demo's model, and heads stored before tokens.
-_SHAPES = {
+_COPIED: dict[str, dict[str, Any]] = {
     "llama_8b_bf16": {"lane": 8, "tokens": 16, "heads": 8, "head_lanes": 32, "is_flat": True},
     "smollm2_f32": {"lane": 8, "tokens": 16, "heads": 3, "head_lanes": 32, "is_flat": True},
     "heads_first_bf16": {"lane": 8, "tokens": 16, "heads": 8, "head_lanes": 32, "is_flat": False},
     "odd_i8": {"lane": 1, "tokens": 5, "heads": 3, "head_lanes": 7, "is_flat": False},
 }
+_QUANTIZED: dict[str, dict[str, Any]] = {
+    "llama_8b_bf16": {"pool": "*bf16", "tokens": 16, "heads": 8, "group": 32, "groups_per_head": 4, "is_flat": True},
+    "smollm2_f32": {"pool": "*fp32", "tokens": 16, "heads": 3, "group": 32, "groups_per_head": 2, "is_flat": True},
+    "heads_first_f16": {"pool": "*fp16", "tokens": 16, "heads": 8, "group": 20, "groups_per_head": 4, "is_flat": False},
+}
+_LIMITS = {"*bf16": 3.3895313892515355e38, "*fp32": 3.4028234663852886e38, "*fp16": 65504.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +53,21 @@ class Compiled:
     stack_bytes: int | None
 
 
-def compile_all(architecture: int) -> list[Compiled]:
-    """Compile every kernel in every shape for sm_<architecture>."""
-    kernels = {"gather": gather_kernel, "scatter": scatter_kernel}
-    return [
-        _compile(f"{name}_{shape_name}", kernel, shape, architecture)
-        for name, kernel in kernels.items()
-        for shape_name, shape in _SHAPES.items()
-    ]
+def compile_all(architecture: int) -> Iterator[Compiled]:
+    """Compile every kernel in every shape for sm_<architecture>, one after the other."""
+    for name, kernel in (("gather", gather_kernel), ("scatter", scatter_kernel)):
+        for shape_name, shape in _COPIED.items():
+            yield _compile_copy(f"{name}_{shape_name}", kernel, shape, architecture)
+    for name, kernel in (("quantize", quantize_kernel), ("dequantize", dequantize_kernel)):
+        for store_dtype in QUANTIZED_DTYPES:
+            for shape_name, shape in _QUANTIZED.items():
+                label = f"{name}_{store_dtype}_{shape_name}"
+                yield _compile_quantized(label, kernel, store_dtype, dict(shape), architecture)
 
 
-def _compile(name: str, kernel: Any, shape: dict[str, Any], architecture: int) -> Compiled:
+def _compile_copy(name: str, kernel: Any, shape: dict[str, Any], architecture: int) -> Compiled:
     lane = _LANE_TYPES[shape["lane"]]
-    types = {"pool": lane, "payloads": lane, "pool_blocks": "*i64"} | dict.fromkeys(_STRIDES, "i32")
+    types = {"pool": lane, "payloads": lane, "pool_blocks": "*i64"}
     constants = {
         "POOL_BLOCKS_PER_BLOCK": 16,
         "SEGMENT_LANES": shape["tokens"] * shape["heads"] * shape["head_lanes"],
@@ -66,18 +76,44 @@ def _compile(name: str, kernel: Any, shape: dict[str, Any], architecture: int) -
         "IS_FLAT": shape["is_flat"],
         "TILE": TILE_LANES,
     }
-    signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+    return _compile(name, kernel, types, constants, architecture, has_aligned_strides=shape["lane"] == 8)
+
+
+def _compile_quantized(
+    name: str, kernel: Any, store_dtype: QuantizedDtype, shape: dict[str, Any], architecture: int
+) -> Compiled:
+    pool = shape.pop("pool")
+    types = {"pool": pool, "pool_blocks": "*i64", "codes": "*u8", "scales": "*i16"}
+    constants = kernel_constants(store_dtype, per_block=16, **shape)
+    constants |= quantize_constants(store_dtype) if kernel is quantize_kernel else {"LIMIT": _LIMITS[pool]}
+    return _compile(name, kernel, types, constants, architecture, has_aligned_strides=True)
+
+
+def _compile(
+    name: str,
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    architecture: int,
+    *,
+    has_aligned_strides: bool,
+) -> Compiled:
+    """`types` are those of the tensors; what is neither a tensor nor a constant is a stride."""
+    signature = {
+        argument: "constexpr" if argument in constants else types.get(argument, "i32") for argument in kernel.arg_names
+    }
     # What the just-in-time compiler finds out at launch: tensors start at a multiple of 16 bytes, and in pools
     # worth tuning for, so do strides.
     aligned = [
         (i,)
         for i, argument in enumerate(kernel.arg_names)
-        if signature[argument].startswith("*") or (argument in _STRIDES and shape["lane"] == 8)
+        if argument in types or (argument not in constants and has_aligned_strides)
     ]
     attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", architecture, 32)
-    cubin = triton.compile(source, target=target, options={"num_warps": NUM_WARPS}).asm["cubin"]
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    cubin = triton.compile(source, target=target, options=options).asm["cubin"]
     registers, stack_bytes = _resources(cubin)
     return Compiled(name, architecture, cubin, registers, stack_bytes)
 

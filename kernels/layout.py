@@ -46,10 +46,7 @@ def plan_copy(pool: torch.Tensor, pool_blocks: torch.Tensor, payloads: torch.Ten
     `pool_blocks` is `[num_payloads, pool_blocks_per_block]` int64, `payloads` `[num_payloads, payload elements]` with
     contiguous rows of the pool's dtype. Raises ValueError where the three do not fit each other.
     """
-    if pool.dim() != 6 or pool.shape[2] != 2 or pool.stride(5) != 1:
-        raise ValueError(f"not a pool of [blocks, layers, 2, tokens, heads, head_dim]: {tuple(pool.shape)}")
-    if pool_blocks.dim() != 2 or pool_blocks.dtype != torch.int64 or not pool_blocks.is_contiguous():
-        raise ValueError("pool_blocks must be a contiguous [num_payloads, pool_blocks_per_block] int64 tensor")
+    check_pool(pool, pool_blocks)
     per_payload = pool_blocks.shape[1] * pool[0].numel() if pool.shape[0] else 0
     if payloads.shape != (pool_blocks.shape[0], per_payload) or payloads.dtype != pool.dtype:
         raise ValueError(f"payloads are {tuple(payloads.shape)} {payloads.dtype}, expected {per_payload} each")
@@ -68,6 +65,14 @@ def plan_copy(pool: torch.Tensor, pool_blocks: torch.Tensor, payloads: torch.Ten
         head_lanes=head_lanes,
         is_flat=lanes.stride(4) == head_lanes and lanes.stride(3) == heads * head_lanes,
     )
+
+
+def check_pool(pool: torch.Tensor, pool_blocks: torch.Tensor) -> None:
+    """Raise ValueError where these are no pool and no `[num_payloads, pool_blocks_per_block]` of its pool blocks."""
+    if pool.dim() != 6 or pool.shape[2] != 2 or pool.stride(5) != 1:
+        raise ValueError(f"not a pool of [blocks, layers, 2, tokens, heads, head_dim]: {tuple(pool.shape)}")
+    if pool_blocks.dim() != 2 or pool_blocks.dtype != torch.int64 or not pool_blocks.is_contiguous():
+        raise ValueError("pool_blocks must be a contiguous [num_payloads, pool_blocks_per_block] int64 tensor")
 
 
 def widest_lane(*tensors: torch.Tensor) -> torch.dtype:

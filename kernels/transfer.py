@@ -1,7 +1,8 @@
 """Moves blocks between the paged pool on a GPU and host memory.
 
-Where a block is one pool block, each is one transfer. Else the segments of its pool blocks are collected by a kernel
-in a staging buffer, for many blocks in one launch, and each block is one transfer from there; backwards likewise.
+Where a block is one pool block and stored as it is, each is one transfer. Else the segments of its pool blocks are
+collected by a kernel in a staging buffer, quantised on the way if asked for, for many blocks in one launch, and each
+block is one transfer from there; backwards likewise.
 Each direction has a stream of its own, so that a load, a store and a step of the model overlap.
 """
 
@@ -14,6 +15,8 @@ import torch
 
 from kernels.gather import gather
 from kernels.pinned import PinnedMemory
+from kernels.quantize import dequantize_scatter, quantize_gather
+from kernels.quantized import QuantizedDtype, payload_bytes_of
 from kernels.scatter import scatter
 
 # Device memory that one direction may take for blocks on their way.
@@ -47,25 +50,28 @@ class HostTransfers:
         lanes: tuple[Lane, Lane],
         pinned: PinnedMemory,
         staging_bytes: int = STAGING_BYTES,
+        store_dtype: QuantizedDtype | None = None,
     ) -> None:
         self._pool = pool
         self._pool_bytes = pool.view(torch.uint8).view(pool.shape[0], -1)
         self._per_block = pool_blocks_per_block
         self._out_lane, self._in_lane = lanes
-        self._out_staging = _Staging(pool, pool_blocks_per_block, staging_bytes)
-        self._in_staging = _Staging(pool, pool_blocks_per_block, staging_bytes)
+        payload_bytes = payload_bytes_of(pool, pool_blocks_per_block, store_dtype)
+        self._out_staging = _Staging(payload_bytes, pool.device, staging_bytes)
+        self._in_staging = _Staging(payload_bytes, pool.device, staging_bytes)
+        self._store_dtype = store_dtype
         self._pinned = pinned
 
     def gather(self, groups: Sequence[Sequence[int]], outs: Sequence[memoryview]) -> None:
         """Copy block i out of the pool blocks `groups[i]` into `outs[i]`; returns when all bytes are there."""
         with self._out_lane.after_steps():
-            if self._per_block == 1:
+            if self._per_block == 1 and self._store_dtype is None:
                 for (block,), out in zip(groups, outs, strict=True):
                     self._transfer(self._pool_bytes[block], out, to_host=True)
                 return
             for some, rows in self._out_staging.rounds(len(groups)):
-                gather(self._pool, self._indices(groups[some]), rows)
-                for row, out in zip(rows.view(torch.uint8), outs[some], strict=True):
+                self._pack(self._indices(groups[some]), rows)
+                for row, out in zip(rows, outs[some], strict=True):
                     self._transfer(row, out, to_host=True)
 
     def scatter(self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]]) -> None:
@@ -74,14 +80,26 @@ class HostTransfers:
         No queued step may still use these pool blocks: the copies run beside it.
         """
         with self._in_lane.beside_steps():
-            if self._per_block == 1:
+            if self._per_block == 1 and self._store_dtype is None:
                 for payload, (block,) in zip(payloads, groups, strict=True):
                     self._transfer(self._pool_bytes[block], payload, to_host=False)
                 return
             for some, rows in self._in_staging.rounds(len(groups)):
-                for row, payload in zip(rows.view(torch.uint8), payloads[some], strict=True):
+                for row, payload in zip(rows, payloads[some], strict=True):
                     self._transfer(row, payload, to_host=False)
-                scatter(rows, self._indices(groups[some]), self._pool)
+                self._unpack(rows, self._indices(groups[some]))
+
+    def _pack(self, pool_blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        if self._store_dtype is None:
+            gather(self._pool, pool_blocks, rows.view(self._pool.dtype))
+        else:
+            quantize_gather(self._pool, pool_blocks, rows, self._store_dtype)
+
+    def _unpack(self, rows: torch.Tensor, pool_blocks: torch.Tensor) -> None:
+        if self._store_dtype is None:
+            scatter(rows.view(self._pool.dtype), pool_blocks, self._pool)
+        else:
+            dequantize_scatter(rows, pool_blocks, self._pool, self._store_dtype)
 
     def _transfer(self, device_bytes: torch.Tensor, view: memoryview, *, to_host: bool) -> None:
         # A read-only buffer cannot become a tensor; no region hands one out, so the extra copy does not matter.
@@ -98,12 +116,12 @@ class HostTransfers:
 
 
 class _Staging:
-    """One direction's buffer for blocks on their way, `[rows, numbers per block]`; it grows up to a limit and stays."""
+    """One direction's buffer for blocks on their way, `[rows, payload bytes]`; it grows up to a limit and stays."""
 
-    def __init__(self, pool: torch.Tensor, pool_blocks_per_block: int, limit_bytes: int) -> None:
-        self._like = pool
-        self._numbers = pool[0].numel() * pool_blocks_per_block
-        self._max_rows = max(1, limit_bytes // (self._numbers * pool.element_size()))
+    def __init__(self, payload_bytes: int, device: torch.device, limit_bytes: int) -> None:
+        self._payload_bytes = payload_bytes
+        self._device = device
+        self._max_rows = max(1, limit_bytes // payload_bytes)
         self._rows: torch.Tensor | None = None
 
     def rounds(self, num_blocks: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -111,7 +129,7 @@ class _Staging:
         waiting: everything of a lane happens in the order of its stream."""
         want = min(self._max_rows, num_blocks)
         if self._rows is None or len(self._rows) < want:
-            self._rows = torch.empty(want, self._numbers, dtype=self._like.dtype, device=self._like.device)
+            self._rows = torch.empty(want, self._payload_bytes, dtype=torch.uint8, device=self._device)
         for first in range(0, num_blocks, len(self._rows)):
             some = slice(first, min(first + len(self._rows), num_blocks))
             yield some, self._rows[: some.stop - some.start]

@@ -7,6 +7,7 @@ class, for a pool that nobody else hands out. Does not cover: computing KV, deci
 The pool is `[num_pool_blocks, num_layers, 2, pool_block_tokens, num_kv_heads, head_dim]` contiguous; a payload is
 `[num_layers, 2, block_tokens, num_kv_heads, head_dim]`. With one pool block per block the two are equal byte for byte
 and a copy is one memcpy; else each of the num_layers * 2 segments of a pool block has its own place in the payload.
+With a `store_dtype` a payload is smaller than the block, and not quite it: `kernels.quantized` says what it holds.
 
 On a GPU the copies run on streams of their own (`kernels.transfer`); payloads should lie in memory that was pinned.
 """
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 
 from kernels.pinned import PinnedMemory
+from kernels.quantize_cpu import CpuQuantizer
+from kernels.quantized import QuantizedDtype, payload_bytes_of
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import ConfigError
 from kvstore.core.key import BlockKey
@@ -50,16 +53,20 @@ class HbmTier:
     to whoever hands pool blocks out. The Tier methods hold this tier's lock while they copy.
     """
 
-    def __init__(self, pool: torch.Tensor, block_tokens: int) -> None:
+    def __init__(self, pool: torch.Tensor, block_tokens: int, store_dtype: QuantizedDtype | None = None) -> None:
         if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
             raise ConfigError(f"{tuple(pool.shape)} is no contiguous pool [blocks, layers, 2, tokens, heads, head_dim]")
         if block_tokens < 1 or block_tokens % pool.shape[3]:
             raise ConfigError(f"block_tokens {block_tokens} is not a whole number of pool blocks of {pool.shape[3]}")
         self.pool_blocks_per_block = block_tokens // pool.shape[3]
-        self.payload_bytes = self.pool_blocks_per_block * pool[0].nbytes
+        try:
+            self.payload_bytes = payload_bytes_of(pool, self.pool_blocks_per_block, store_dtype)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._pool_block_bytes = pool[0].nbytes
         self._num_pool_blocks = pool.shape[0]
         self._pinned = PinnedMemory() if pool.is_cuda else None
-        self._copies = self._make_copies(pool)
+        self._copies = self._make_copies(pool, store_dtype)
         self._lock = threading.Lock()
         self._residents: dict[BlockKey, _Resident] = {}
         self._free = list(range(self._num_pool_blocks - 1, -1, -1))
@@ -146,9 +153,9 @@ class HbmTier:
 
     def usage(self) -> Usage:
         with self._lock:
-            taken_bytes = (self._num_pool_blocks - len(self._free)) * self.payload_bytes // self.pool_blocks_per_block
-            capacity_bytes = self._num_pool_blocks * self.payload_bytes // self.pool_blocks_per_block
-            return Usage(len(self._residents), taken_bytes, capacity_bytes)
+            num_taken = self._num_pool_blocks - len(self._free)
+            capacity_bytes = self._num_pool_blocks * self._pool_block_bytes
+            return Usage(len(self._residents), num_taken * self._pool_block_bytes, capacity_bytes)
 
     def recover(self) -> Iterator[BlockMeta]:
         """Yields nothing: HBM does not outlive its process."""
@@ -167,14 +174,16 @@ class HbmTier:
 
     # ------------------------------------------------------------ helpers
 
-    def _make_copies(self, pool: torch.Tensor) -> _Copies:
+    def _make_copies(self, pool: torch.Tensor, store_dtype: QuantizedDtype | None) -> _Copies:
         if self._pinned is None:
+            if store_dtype is not None:
+                return CpuQuantizer(pool, self.pool_blocks_per_block, store_dtype)
             return _CpuCopies(pool, self.pool_blocks_per_block)
         # Only here, so that a machine without a GPU needs no triton.
         from kernels.transfer import HostTransfers, StreamLane
 
         lanes = (StreamLane(pool.device), StreamLane(pool.device))
-        return HostTransfers(pool, self.pool_blocks_per_block, lanes, self._pinned)
+        return HostTransfers(pool, self.pool_blocks_per_block, lanes, self._pinned, store_dtype=store_dtype)
 
     def _check(self, pool_blocks: Sequence[int], view: memoryview) -> None:
         if len(pool_blocks) != self.pool_blocks_per_block or view.nbytes != self.payload_bytes:

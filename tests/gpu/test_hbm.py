@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.quantized import QUANTIZED_DTYPES, QuantizedDtype
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome
@@ -57,6 +58,24 @@ def test_blocks_travel_to_the_region_and_back(
         on_gpu.unpin(region.address)
         for slot in slots:
             slot.release()
+
+
+@pytest.mark.parametrize("per_block", [1, 3])
+@pytest.mark.parametrize("store_dtype", QUANTIZED_DTYPES)
+def test_quantised_blocks_are_those_of_the_cpu(pool: torch.Tensor, per_block: int, store_dtype: QuantizedDtype) -> None:
+    back = pool.clone()
+    on_host = HbmTier(back, per_block * _TOKENS, store_dtype)
+    on_gpu = HbmTier(pool.cuda(), per_block * _TOKENS, store_dtype)
+    emptied = torch.zeros_like(pool).cuda()
+    into = HbmTier(emptied, per_block * _TOKENS, store_dtype)
+    for group in torch.randperm(24).view(-1, per_block).tolist():
+        expected, found = (memoryview(bytearray(on_host.payload_bytes)) for _ in range(2))
+        on_host.gather(group, expected)
+        on_gpu.gather(group, found)
+        assert found == expected
+        on_host.scatter(found, group)
+        into.scatter(found, group)
+    assert torch.equal(emptied.cpu(), back)
 
 
 def test_a_batch_read_is_right_in_every_block(pool: torch.Tensor) -> None:

@@ -39,8 +39,8 @@ class Case:
         return f"{dtype}-{shape}-{self.num_payloads}of{self.per_payload}-{order}-{self.spare}"
 
 
-_HEADS_FIRST = (0, 1, 2, 4, 3, 5)
-_LAYERS_FIRST = (1, 2, 0, 3, 4, 5)
+HEADS_FIRST = (0, 1, 2, 4, 3, 5)
+LAYERS_FIRST = (1, 2, 0, 3, 4, 5)
 
 SMALL_CASES = [
     Case(torch.float32, 1, 4, 2, 8, num_payloads=1, per_payload=1),
@@ -49,9 +49,9 @@ SMALL_CASES = [
     Case(torch.float32, 1, 3, 3, 5, num_payloads=2, per_payload=2),
     Case(torch.float16, 2, 2, 1, 3, num_payloads=1, per_payload=3),
     Case(torch.int8, 1, 5, 3, 7, num_payloads=1, per_payload=2),
-    Case(torch.float32, 1, 2, 3, 8, num_payloads=2, per_payload=2, order=_HEADS_FIRST),
-    Case(torch.bfloat16, 2, 2, 1, 6, num_payloads=1, per_payload=2, order=_LAYERS_FIRST),
-    Case(torch.int8, 1, 3, 2, 5, num_payloads=1, per_payload=2, order=_HEADS_FIRST, spare=3),
+    Case(torch.float32, 1, 2, 3, 8, num_payloads=2, per_payload=2, order=HEADS_FIRST),
+    Case(torch.bfloat16, 2, 2, 1, 6, num_payloads=1, per_payload=2, order=LAYERS_FIRST),
+    Case(torch.int8, 1, 3, 2, 5, num_payloads=1, per_payload=2, order=HEADS_FIRST, spare=3),
     # Starts 4 bytes off an 8-byte boundary, payloads apart from each other.
     Case(torch.float32, 1, 2, 2, 4, num_payloads=2, per_payload=1, spare=1),
     # A segment of more than one tile of lanes, and not a whole number of tiles.
@@ -62,15 +62,15 @@ SMALL_CASES = [
 LARGE_CASES = [
     Case(torch.bfloat16, 32, 16, 8, 128, num_payloads=5, per_payload=16),
     Case(torch.float32, 30, 16, 3, 64, num_payloads=7, per_payload=1),
-    Case(torch.float16, 28, 16, 2, 128, num_payloads=3, per_payload=4, order=_HEADS_FIRST),
-    Case(torch.bfloat16, 36, 16, 8, 128, num_payloads=2, per_payload=8, order=_LAYERS_FIRST),
+    Case(torch.float16, 28, 16, 2, 128, num_payloads=3, per_payload=4, order=HEADS_FIRST),
+    Case(torch.bfloat16, 36, 16, 8, 128, num_payloads=2, per_payload=8, order=LAYERS_FIRST),
     Case(torch.bfloat16, 13, 7, 5, 80, num_payloads=4, per_payload=3, spare=8),
 ]
 
 
 def check_gather(case: Case, device: str) -> None:
-    pool = _pool(case, device)
-    pool_blocks = _pool_blocks(case, device)
+    pool = pool_of(case, device)
+    pool_blocks = pool_blocks_of(case, device)
     expected, found = _payloads(case, device), _payloads(case, device)
     reference.gather(pool, pool_blocks, expected)
     gather(pool, pool_blocks, found)
@@ -79,10 +79,10 @@ def check_gather(case: Case, device: str) -> None:
 
 
 def check_scatter(case: Case, device: str) -> None:
-    pool_blocks = _pool_blocks(case, device)
+    pool_blocks = pool_blocks_of(case, device)
     payloads = _payloads(case, device)
     payloads.copy_(_random(payloads.shape, case.dtype, device, seed=2))
-    expected, found = _pool(case, device), _pool(case, device)
+    expected, found = pool_of(case, device), pool_of(case, device)
     assert torch.equal(_everything(expected), _everything(found))
     reference.scatter(payloads, pool_blocks, expected)
     scatter(payloads, pool_blocks, found)
@@ -91,14 +91,14 @@ def check_scatter(case: Case, device: str) -> None:
 
 def check_nothing_to_do(device: str) -> None:
     case = SMALL_CASES[0]
-    pool, payloads = _pool(case, device), _payloads(case, device)
+    pool, payloads = pool_of(case, device), _payloads(case, device)
     nothing = torch.empty(0, case.per_payload, dtype=torch.int64, device=device)
     gather(pool, nothing, payloads[:0])
     scatter(payloads[:0], nothing, pool)
-    assert torch.equal(pool, _pool(case, device))
+    assert torch.equal(pool, pool_of(case, device))
 
 
-def _pool(case: Case, device: str) -> torch.Tensor:
+def pool_of(case: Case, device: str) -> torch.Tensor:
     shape = (_num_blocks(case), case.num_layers, 2, case.tokens, case.heads, case.head_dim)
     stored = [shape[dimension] for dimension in case.order]
     count = torch.Size(shape).numel()
@@ -107,7 +107,7 @@ def _pool(case: Case, device: str) -> torch.Tensor:
     return storage[case.spare :].view(stored).permute(back)
 
 
-def _pool_blocks(case: Case, device: str) -> torch.Tensor:
+def pool_blocks_of(case: Case, device: str) -> torch.Tensor:
     order = torch.randperm(_num_blocks(case), generator=torch.Generator().manual_seed(3))
     chosen = order[: case.num_payloads * case.per_payload]
     return chosen.view(case.num_payloads, case.per_payload).contiguous().to(device)

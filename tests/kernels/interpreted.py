@@ -12,8 +12,11 @@ from kernels import reference
 from kernels.gather import gather
 from kernels.layout import widest_lane
 from kernels.pinned import PinnedMemory
+from kernels.quantize import quantize_gather
+from kernels.quantize_cpu import CpuQuantizer
+from kernels.quantized import QUANTIZED_DTYPES, QuantizedDtype
 from kernels.transfer import HostTransfers
-from tests.kernels import cases
+from tests.kernels import cases, quantized_cases
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_interpreted.py instead"
 
@@ -26,6 +29,35 @@ def test_gather_copies_what_the_oracle_copies(case: cases.Case) -> None:
 @pytest.mark.parametrize("case", cases.SMALL_CASES, ids=str)
 def test_scatter_copies_what_the_oracle_copies(case: cases.Case) -> None:
     cases.check_scatter(case, "cpu")
+
+
+@pytest.mark.parametrize("store_dtype", QUANTIZED_DTYPES)
+@pytest.mark.parametrize("case", quantized_cases.SMALL_CASES, ids=str)
+def test_quantising_makes_the_bytes_of_the_oracle(case: cases.Case, store_dtype: QuantizedDtype) -> None:
+    quantized_cases.check_quantize(case, store_dtype, "cpu")
+
+
+@pytest.mark.parametrize("store_dtype", QUANTIZED_DTYPES)
+@pytest.mark.parametrize("case", quantized_cases.SMALL_CASES, ids=str)
+def test_dequantising_makes_the_numbers_of_the_oracle(case: cases.Case, store_dtype: QuantizedDtype) -> None:
+    quantized_cases.check_dequantize(case, store_dtype, "cpu")
+
+
+def test_every_float8_there_is_is_converted_both_ways_exactly() -> None:
+    every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    every = every[(every & 0x7F) != 0x7F]
+    numbers = every.view(torch.float8_e4m3fn).float()
+    # The middle between two neighbours, and a hair to both sides of it, are where rounding can go wrong.
+    middles = (numbers[1:127] + numbers[:126]) / 2
+    values = torch.cat([numbers, middles, middles * (1 + 2**-20), -middles * (1 - 2**-20)])
+    pool = torch.zeros(1, 1, 2, len(values), 1, 16)
+    # A largest number of 448 makes a scale of 1.
+    pool[0, 0, 0, :, 0, 0] = 448.0
+    pool[0, 0, 0, :, 0, 1] = values
+    found = torch.empty(1, 2 * len(values) * 18, dtype=torch.uint8)
+    quantize_gather(pool, torch.tensor([[0]]), found, "fp8")
+    codes = found[0, : len(values) * 16].view(-1, 16)[:, 1]
+    assert codes.tolist() == values.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
 
 
 def test_no_blocks_are_no_launch() -> None:
@@ -86,3 +118,28 @@ def test_host_transfers_move_blocks_out_and_back_through_any_staging(per_block: 
     pool[[block for group in groups for block in group]] = -1
     transfers.scatter([payload.toreadonly() for payload in payloads], groups)
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("store_dtype", QUANTIZED_DTYPES)
+@pytest.mark.parametrize(("per_block", "staging_bytes"), [(1, 1 << 20), (2, 1)])
+def test_host_transfers_quantise_as_the_cpu_does(
+    per_block: int, staging_bytes: int, store_dtype: QuantizedDtype
+) -> None:
+    pool = torch.randn(8, 2, 2, 3, 1, 16, generator=torch.Generator().manual_seed(0))
+    lanes = (_HereAndNow(), _HereAndNow())
+    transfers = HostTransfers(pool, per_block, lanes, PinnedMemory(), staging_bytes, store_dtype)
+    on_cpu = CpuQuantizer(pool, per_block, store_dtype)
+    groups = [[6, 1], [0, 3], [7, 2]] if per_block == 2 else [[6], [1], [4]]
+    found = [memoryview(bytearray(on_cpu.payload_bytes)) for _ in groups]
+    expected = [memoryview(bytearray(on_cpu.payload_bytes)) for _ in groups]
+    transfers.gather(groups, found)
+    on_cpu.gather(groups, expected)
+    assert found == expected
+
+    on_cpu.scatter(found, groups)
+    from_cpu = pool.clone()
+    pool.fill_(-1)
+    transfers.scatter(found, groups)
+    named = [block for group in groups for block in group]
+    assert torch.equal(pool[named], from_cpu[named])
+    assert bool((pool[5] == -1).all())

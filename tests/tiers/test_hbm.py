@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.quantized import QUANTIZED_DTYPES, QuantizedDtype
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import ConfigError
 from kvstore.core.key import BlockKey
@@ -49,6 +50,26 @@ def test_scatter_undoes_gather_and_touches_nothing_else(pool: torch.Tensor, bloc
     assert torch.equal(pool, before)
 
 
+@pytest.mark.parametrize("blocks", [[2], [2, 6]], ids=["one", "two"])
+@pytest.mark.parametrize("store_dtype", QUANTIZED_DTYPES)
+def test_a_quantised_block_is_smaller_and_comes_back_nearly_as_it_was(
+    pool: torch.Tensor, blocks: list[int], store_dtype: QuantizedDtype
+) -> None:
+    tier = HbmTier(pool, _TOKENS * len(blocks), store_dtype)
+    assert tier.payload_bytes == len(blocks) * _LAYERS * 2 * _TOKENS * _HEADS * (_DIM + 2)
+    assert tier.usage().capacity_bytes == pool.nbytes
+    payload = memoryview(bytearray(tier.payload_bytes))
+    tier.gather(blocks, payload)
+    before = pool.clone()
+    pool[blocks] = 7
+    tier.scatter(payload.toreadonly(), blocks)
+    others = [block for block in range(_NUM_POOL_BLOCKS) if block not in blocks]
+    assert torch.equal(pool[others], before[others])
+    assert bool(((pool - before).float().norm() < 0.04 * before[blocks].float().norm()).all())
+    with pytest.raises(ValueError, match=f"{tier.payload_bytes} bytes"):
+        tier.scatter(memoryview(bytes(len(payload) + 1)), blocks)
+
+
 def test_one_pool_block_per_block_is_byte_for_byte_the_pool_block(pool: torch.Tensor) -> None:
     tier = HbmTier(pool, _TOKENS)
     out = bytearray(tier.payload_bytes)
@@ -87,6 +108,8 @@ def test_a_pool_or_block_size_that_cannot_work_is_refused() -> None:
         HbmTier(pool.transpose(3, 5), 4)
     with pytest.raises(ConfigError, match="no contiguous pool"):
         HbmTier(torch.zeros(4, 2, 4, 1, 4), 4)
+    with pytest.raises(ConfigError, match="int8 cannot be quantised"):
+        HbmTier(pool.to(torch.int8), 4, "int8")
 
 
 def test_a_resident_block_is_read_from_the_pool_blocks_it_was_computed_in(pool: torch.Tensor) -> None:
