@@ -39,11 +39,13 @@ _REPORT_DEADLINE_S = 0.2
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     """`tiers[i]` is the fastest tier of block i, for the leading blocks that exist; `next` says what the block after
-    them is (OK: all exist), and `why` what became of it, where that is known."""
+    them is (OK: all exist), and `why` what became of it, where that is known. `s3` is UNKNOWN where the bucket might
+    have more and has not been asked yet; for this request that is a miss."""
 
     tiers: list[TierKind]
     next: Outcome
     why: str
+    s3: Outcome = Outcome.MISS
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Client:
         found = self._ask(wire.Lookup(join_keys(keys)), wire.Found, deadline_s)
         # By a table: calling the enum for each of thousands of blocks costs more than the whole question.
         tiers = [_TIERS[tier] for tier in found.tiers]
-        return LookupResult(tiers, Outcome(found.next), found.why)
+        return LookupResult(tiers, Outcome(found.next), found.why, Outcome(found.s3))
 
     def fetch(self, keys: Sequence[BlockKey], deadline_s: float) -> FetchStream:
         """Begin to bring the blocks into the region; what has not landed after `deadline_s` answers TIMED_OUT.

@@ -102,6 +102,7 @@ class S3Config(Section, frozen=True, kw_only=True):
     sse: Literal["", "AES256", "aws:kms"] = ""
     sse_kms_key_id: Text = ""
     storage_class: Text = ""
+    discover: Flag = True
 
     @property
     def enabled(self) -> bool:

@@ -18,6 +18,7 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import MAX_TOKEN_ID
+from kvstore.core.outcome import Outcome
 
 PROTOCOL_VERSION: Final = 1
 MAX_BODY_BYTES: Final = 8 << 20
@@ -142,11 +143,14 @@ class Found(Message, frozen=True, tag=True):
     after those answers `next` (an Outcome: MISS, PENDING, UNKNOWN; OK where all exist).
 
     `why` says of a MISS what became of the block, where that is known: "evicted", "corrupt", "never_stored" …
+    `s3` is UNKNOWN where the bucket might have that block and has not been asked yet: it will be, so another lookup
+    a moment later may find more. Nothing waits for the bucket here.
     """
 
     tiers: bytes
     next: int
     why: str = ""
+    s3: int = int(Outcome.MISS)
 
 
 class Fetch(Message, frozen=True, tag=True):

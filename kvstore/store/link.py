@@ -38,7 +38,8 @@ _LAST_WORDS_S = 0.05
 _LONG_LIFE_S = 60.0
 
 OnResult = Callable[[ops.Result], None]
-SubmitOp = ops.Read | ops.Write | ops.Delete | ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Recover
+SmallOp = ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Discover | ops.Recover
+SubmitOp = ops.Read | ops.Write | ops.Delete | SmallOp
 
 
 @dataclass(slots=True)
@@ -194,7 +195,7 @@ class WorkerLink:
             and self._stores_out_bytes + self._stores_waiting_bytes < self._store_window_bytes
         )
 
-    def record(self, op: ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Recover, on_result: OnResult) -> None:
+    def record(self, op: SmallOp, on_result: OnResult) -> None:
         """Send at once: records are small and somebody waits for them. UNAVAILABLE at once where the tier is down, BUSY
         where MAX_RECORDS are under way."""
         if not self.ready:

@@ -70,6 +70,13 @@ class RecordDelete(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Discover(msgspec.Struct, frozen=True, tag=True):
+    """How many leading blocks of these (joined keys of consecutive blocks) does the tier hold? See prefix_search.py."""
+
+    op: int
+    keys: bytes
+
+
 class Recover(msgspec.Struct, frozen=True, tag=True):
     """Answer with everything that is there from before, blocks and, under `prefix`, records."""
 
@@ -85,7 +92,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish what has begun, close the tier and exit."""
 
 
-Op = Read | Write | Delete | RecordPut | RecordGet | RecordDelete | Recover | Continue | Stop
+Op = Read | Write | Delete | RecordPut | RecordGet | RecordDelete | Discover | Recover | Continue | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -101,13 +108,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 class Result(msgspec.Struct, frozen=True, tag=True):
     """`outcome` is an Outcome. For records: OK with `data` and `etag`, MISS, or EXISTS where a condition did not hold.
-    `seconds` is the time the tier itself took."""
+    `count` answers a Discover that is OK. `seconds` is the time the tier itself took."""
 
     op: int
     outcome: int
     data: bytes = b""
     etag: str = ""
     seconds: float = 0.0
+    count: int = 0
 
 
 class PackedBatch(msgspec.Struct, frozen=True, array_like=True):

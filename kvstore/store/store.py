@@ -15,8 +15,10 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
+from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
 from kvstore.store.demoter import Demoter
+from kvstore.store.discovery import Discovery
 from kvstore.store.engines import Engine, EngineTable
 from kvstore.store.evict import Eviction, check_order
 from kvstore.store.fetch import MAX_FETCHES, Fetches, Reply
@@ -75,8 +77,15 @@ class Store:
         self._grants = Grants(catalog, ram, self._room)
         self._leases = LeaseTable(catalog)
         self._fetches = Fetches(catalog, ram, self._loader, self._leases)
+        self._known = BucketKnown(catalog)
+        self._discovery: Discovery | None = None
+        if TierKind.S3 in links and config.s3.discover:
+            self._discovery = Discovery(catalog, links[TierKind.S3], self._known, clock)
         for tier, link in links.items():
-            self._demoters[tier] = Demoter(tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock)
+            enter = self._known.add if tier == TierKind.S3 else _nothing
+            self._demoters[tier] = Demoter(
+                tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, enter
+            )
         self._session_table = SessionTable(
             catalog,
             ttl_s=config.sessions.ttl_s,
@@ -112,11 +121,14 @@ class Store:
             self._room.keep_below(self._config.ram.high_watermark, self._config.ram.low_watermark)
             self._room.pump(now)
             self.sessions.housekeeping()
+            self._known.trim()
         for tier, link in self._links.items():
             if link.ready and not self._was_ready[tier] and tier == TierKind.SSD:
                 self._on_ssd_ready(link)
             self._was_ready[tier] = link.ready
         self.sessions.turn(now)
+        if self._discovery is not None:
+            self._discovery.pump(now)
         self._loader.pump()
         for demoter in self._demoters.values():
             demoter.pump(now)
@@ -128,6 +140,7 @@ class Store:
     def next_deadline(self) -> float:
         """When `turn` must be called even if nothing happens."""
         busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self.sessions.is_busy
+        busy = busy or bool(self._discovery)
         deadlines = [self._clock() + (0.02 if busy else _HOUSEKEEPING_EVERY_S)]
         for deadline in (self._fetches.next_deadline(), self.sessions.next_deadline()):
             if deadline is not None:
@@ -196,7 +209,9 @@ class Store:
         if stopped != Outcome.MISS:
             return wire.Found(tiers, stopped)
         start = len(tiers) * KEY_BYTES
-        return wire.Found(tiers, stopped, self._catalog.why_missing(BlockKey(keys[start : start + KEY_BYTES])))
+        why = self._catalog.why_missing(BlockKey(keys[start : start + KEY_BYTES]))
+        s3 = Outcome.MISS if self._discovery is None else self._discovery.look(engine.namespace, keys, len(tiers))
+        return wire.Found(tiers, stopped, why, s3)
 
     def fetch(self, engine: Engine, request: wire.Fetch, reply: Reply) -> None:
         keys = _checked_keys(request.keys)
@@ -299,6 +314,7 @@ class Store:
                 "requests": self._requests.snapshot(),
                 "errors": error_counts(self._errors, self._links),
                 "sessions": session_counts(self._session_table),
+                "discovery": {} if self._discovery is None else self._discovery.counts.snapshot(),
                 "store": {"blocks_stored": self._blocks_stored, "refused": self._refused.snapshot()},
             }
         )
@@ -365,11 +381,18 @@ class Store:
 
     def _on_lost(self, block: int, tier: TierKind, outcome: Outcome) -> None:
         self._errors.add(f"{tier.label}_{'corrupt' if outcome == Outcome.CORRUPT else 'lost'}")
+        if tier == TierKind.S3 and self._discovery is not None:
+            self._discovery.lost(self._catalog.key(block))
         self._room.lost(block, tier, outcome)
 
     def _on_removed(self, block: int) -> None:
         for demoter in self._demoters.values():
             demoter.forget(block)
+        self._known.removed(block)
+
+
+def _nothing(_: int) -> None:
+    pass
 
 
 def _checked_keys(keys: bytes) -> bytes:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,10 +28,11 @@ import zmq
 
 from kvstore.config import S3Config, SsdConfig
 from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable
-from kvstore.core.key import BlockKey
+from kvstore.core.key import BlockKey, split_keys
 from kvstore.core.outcome import Outcome
 from kvstore.process import end_with_parent
 from kvstore.store import ops
+from kvstore.store.prefix_search import PrefixSearch
 from tiers.base import RecordStore, Tier, Usage
 from tiers.region import Region
 
@@ -107,6 +109,8 @@ class Worker:
         self._answers: queue.SimpleQueue[ops.Reply] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="reader")
+        # Questions leave half of the readers to those who wait for blocks.
+        self._askers = max(1, threads // 2)
         self._level_sent = ops.Level(0, 0, None, {})
         self._is_stopping = False
         self._recovery_room = threading.Semaphore(_RECOVERED_AHEAD)
@@ -141,6 +145,8 @@ class Worker:
                     self._readers.submit(self._run, op.op, partial(self._read, op))
                 case ops.RecordGet():
                     self._readers.submit(self._run, op.op, partial(self._record_get, op))
+                case ops.Discover():
+                    self._discover(op)
                 case ops.Recover():
                     self._readers.submit(self._recover, op)
                 case ops.Continue():
@@ -202,6 +208,13 @@ class Worker:
         if record is None:
             return ops.Result(op.op, Outcome.MISS)
         return ops.Result(op.op, Outcome.OK, record.data, record.etag)
+
+    def _discover(self, op: ops.Discover) -> None:
+        def done(count: int | None) -> None:
+            outcome = Outcome.UNAVAILABLE if count is None else Outcome.OK
+            self._answer(ops.Result(op.op, outcome, count=count or 0))
+
+        PrefixSearch(split_keys(op.keys), self._tier.contains, self._readers.submit, self._askers, done).start()
 
     def _recover(self, op: ops.Recover) -> None:
         try:
@@ -333,7 +346,7 @@ def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore]:
     from tiers.s3 import S3Settings, S3Tier
 
     assert settings.s3 is not None
-    s3 = S3Tier(S3Settings(**{name: getattr(settings.s3, name) for name in settings.s3.__struct_fields__}))
+    s3 = S3Tier(S3Settings(**{field.name: getattr(settings.s3, field.name) for field in fields(S3Settings)}))
     return s3, s3.records
 
 

@@ -42,7 +42,7 @@ REPLIES: list[wire.Message] = [
     wire.Attached(1, 2, "/dev/shm/x", 1 << 33, ["ram", "ssd"]),
     wire.Done(),
     wire.Error("malformed", "why"),
-    wire.Found(b"\1\2", 2, "evicted"),
+    wire.Found(b"\1\2", 2, "evicted", 4),
     wire.Landed(7, [SLOT, wire.Slot(0, 9)], False),
     wire.Granted([SLOT], 0.05),
     wire.Committed(b"\0\7"),

@@ -66,6 +66,13 @@ class _Wire:
         self.answers.clear()
 
 
+class _AtOnce:
+    """A pool of threads without threads."""
+
+    def submit(self, action: Callable[..., object], *arguments: object) -> None:
+        action(*arguments)
+
+
 class _Process:
     def __init__(self) -> None:
         self.status: int | None = None
@@ -106,6 +113,7 @@ class ThreadlessLink(WorkerLink):
         self.recovered: Callable[[ops.Recovered], None] = lambda reply: None
         self.can_start = True
         self.worker = Worker(cast(Any, None), tier, records, region, 1, batching=is_ssd)
+        self.worker._readers = cast(Any, _AtOnce())
         self.worker._recovery_room = threading.Semaphore(1 << 20)  # nobody could make room while we recover
 
     def start(self) -> None:
@@ -134,6 +142,8 @@ class ThreadlessLink(WorkerLink):
                     self.worker._run(op.op, partial(self.worker._record, op))
                 case ops.Write() | ops.Delete():
                     self.worker._run_batch([op])
+                case ops.Discover():
+                    self.worker._discover(op)
                 case ops.Recover():
                     self.worker._recover(op)
         if done:
