@@ -12,7 +12,7 @@ from typing import Final
 
 import typer
 
-from kvstore.commands import chat, demo, evict, serve, sessions, stats
+from kvstore.commands import bench, chat, demo, evict, serve, sessions, stats
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
@@ -38,6 +38,7 @@ app.add_typer(sessions.app, name="sessions")
 app.command(epilog=evict.EXAMPLE)(evict.evict)
 app.command(epilog=chat.EXAMPLE)(chat.chat)
 app.command(epilog=demo.EXAMPLE)(demo.demo)
+app.add_typer(bench.app, name="bench")
 
 
 @app.command(epilog="Example: kvstore version")

@@ -34,6 +34,7 @@ COMMANDS = [
     ["evict"],
     ["chat"],
     ["demo"],
+    ["bench", "tiers"],
     ["version"],
 ]
 
@@ -90,7 +91,8 @@ def test_the_list_of_commands_here_is_complete(run: Run) -> None:
         return set(re.findall(r"^  ([a-z]+) ", listed, flags=re.MULTILINE))
 
     assert names() == {command[0] for command in COMMANDS}
-    assert names("sessions") == {command[1] for command in COMMANDS if len(command) > 1}
+    for group in ("sessions", "bench"):
+        assert names(group) == {command[1] for command in COMMANDS if command[0] == group and len(command) > 1}
 
 
 @pytest.mark.parametrize(

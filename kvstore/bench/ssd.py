@@ -1,0 +1,127 @@
+"""SSD: durable writes and cold reads of the real tier, against plain files in the same folder (`files.py`).
+
+Writes go in batches of up to 32 MiB, as the daemon's worker makes them, from slots of a region; every block is on
+disk when its batch is answered, checksum and index included. Reads are single blocks in random order from as many
+threads as the worker has, with every page of the folder dropped before.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from kvstore.bench.daemon import prefix
+from kvstore.bench.files import PlainFile, drop_cache, is_cold
+from kvstore.bench.memory import fill
+from kvstore.bench.samples import Compared, Timing, in_turns, shuffled
+from kvstore.bench.settings import MIB, BenchSettings, Sizes, namespace
+from kvstore.core.block import BlockMeta
+from kvstore.core.errors import TierUnavailable
+from kvstore.core.outcome import Outcome
+from tiers.region import Region
+from tiers.ssd import SsdTier
+
+BATCH_BYTES = 32 * MIB
+_EPOCH = 1
+
+
+def measure(
+    settings: BenchSettings, sizes: Sizes, on_round: Callable[[], None]
+) -> tuple[dict[str, Compared], dict[str, Any]]:
+    """Return write and read, and whether every read was cold. Raises TierUnavailable where the tier fails."""
+    folder = settings.folder / f"ssd-{sizes.block_bytes}"
+    folder.mkdir()
+    plain = [
+        PlainFile(folder / f"plain-{name}", sizes.num_blocks, sizes.block_bytes, direct=name == "direct")
+        for name in ("buffered", "direct")
+    ]
+    cached: list[float] = []
+    tier = SsdTier(folder / "tier", max_bytes=_cap(sizes), segment_bytes=_cap(sizes) // 4)
+    with _views(settings, sizes) as (sources, targets), ThreadPoolExecutor(settings.ssd_threads) as threads:
+        indexes = batches(sizes)
+
+        def ours(number: int) -> dict[str, float]:
+            metas = blocks(sizes, number)
+            started = time.perf_counter()
+            for batch in indexes:
+                expect(tier.write([metas[i] for i in batch], [sources[i] for i in batch]))
+            written = time.perf_counter()
+            cached.append(drop_cache(folder / "tier"))
+            order = shuffled(sizes.num_blocks, number)
+            reading = time.perf_counter()
+            for outcome in threads.map(lambda i: tier.read([metas[i]], [targets[i]]), order):
+                expect(outcome)
+            seconds = {"write": written - started, "read": time.perf_counter() - reading}
+            assert targets[0] == sources[0], "other bytes came back"
+            expect(tier.delete([meta.key for meta in metas]))
+            return seconds
+
+        def ceiling(file: PlainFile) -> Callable[[int], dict[str, float]]:
+            name = "direct" if file.is_direct else "buffered"
+
+            def run(number: int) -> dict[str, float]:
+                write_s = file.write([[(i, sources[i]) for i in batch] for batch in indexes])
+                cached.append(drop_cache(file.path))
+                read_s = file.read(shuffled(sizes.num_blocks, number), targets, threads)
+                return {f"write {name}": write_s, f"read {name}": read_s}
+
+            return run
+
+        try:
+            seconds = in_turns([ours, *(ceiling(file) for file in plain)], settings.rounds, on_round)
+        finally:
+            tier.close()
+            for file in plain:
+                file.close()
+    timings = {part: Timing(tuple(taken), sizes.total_bytes) for part, taken in seconds.items()}
+    compared = {
+        part: Compared(timings[part], {name: timing for name, timing in timings.items() if name.startswith(f"{part} ")})
+        for part in ("write", "read")
+    }
+    return compared, {"reads_were_cold": all(map(is_cold, cached)), "pages_left_in_cache": max(cached)}
+
+
+def blocks(sizes: Sizes, seed: int) -> list[BlockMeta]:
+    """Return the blocks of a prefix that nobody else has."""
+    space = namespace(sizes.block_bytes)
+    digest, parent, metas = space.digest(), space.root(), []
+    for depth, key in enumerate(prefix(space, sizes.num_blocks, seed)):
+        metas.append(BlockMeta(key, parent, digest, depth, sizes.block_bytes))
+        parent = key
+    return metas
+
+
+def batches(sizes: Sizes) -> list[range]:
+    """Cut the blocks as the daemon's worker would."""
+    step = max(1, BATCH_BYTES // sizes.block_bytes)
+    return [range(first, min(first + step, sizes.num_blocks)) for first in range(0, sizes.num_blocks, step)]
+
+
+def expect(outcomes: Sequence[Outcome]) -> None:
+    """Raises TierUnavailable unless all are OK."""
+    for outcome in outcomes:
+        if outcome is not Outcome.OK:
+            raise TierUnavailable(f"the tier answered {outcome.label} to a block of the benchmark")
+
+
+@contextmanager
+def _views(settings: BenchSettings, sizes: Sizes) -> Iterator[tuple[list[memoryview], list[memoryview]]]:
+    """Slots of a region to write from, filled with noise, and others to read into."""
+    path = settings.shm_dir / f"ssd-{sizes.block_bytes}"
+    region = Region.create(path, 2 * sizes.total_bytes, _EPOCH, prefault=lambda _done, _total: None)
+    views = [region.view(index * sizes.block_bytes, sizes.block_bytes) for index in range(2 * sizes.num_blocks)]
+    try:
+        for index, view in enumerate(views):
+            fill(view, index)
+        yield views[: sizes.num_blocks], views[sizes.num_blocks :]
+    finally:
+        for view in views:
+            view.release()
+        region.close()
+        region.unlink()
+
+
+def _cap(sizes: Sizes) -> int:
+    """Twice what a round writes, so that the cap is nowhere near."""
+    return 2 * sizes.total_bytes + 64 * MIB
