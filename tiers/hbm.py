@@ -27,7 +27,7 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.errors import ConfigError
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers.base import Usage
+from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
 
 
@@ -157,7 +157,7 @@ class HbmTier:
             capacity_bytes = self._num_pool_blocks * self._pool_block_bytes
             return Usage(len(self._residents), num_taken * self._pool_block_bytes, capacity_bytes)
 
-    def recover(self) -> Iterator[BlockMeta]:
+    def recover_batches(self) -> Iterator[RecoveredBatch]:
         """Yields nothing: HBM does not outlive its process."""
         return iter(())
 
