@@ -21,6 +21,8 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # sockaddr_un.sun_path holds 108 bytes with its closing zero.
 _MAX_SOCKET_PATH_BYTES = 107
 SOCKET_NAME = "control.sock"
+KEY_VARIABLE = "KVSTORE_ENCRYPTION_KEY"
+"""Holds the encryption key itself, where no file does: a secret and so no setting."""
 
 # The `unit` tells the reader how to parse a value; the `example` is what an error shows.
 Size = Annotated[int, Meta(ge=1, extra={"unit": "bytes", "example": '"8GiB"'})]
@@ -35,6 +37,7 @@ Flag = Annotated[bool, Meta(extra={"unit": "flag", "example": "true"})]
 Text = Annotated[str, Meta(extra={"unit": "text", "example": '"a-name"'})]
 PathText = Annotated[str, Meta(min_length=1, extra={"unit": "path", "example": '"/var/lib/kvstore"'})]
 OptionalPathText = Annotated[str, Meta(extra={"unit": "path", "example": '"/run/secrets/name"'})]
+PathsText = Annotated[tuple[PathText, ...], Meta(extra={"unit": "paths", "example": '["/run/secrets/old-key"]'})]
 
 
 def default_run_dir(environ: Mapping[str, str] | None = None) -> str:
@@ -109,6 +112,15 @@ class S3Config(Section, frozen=True, kw_only=True):
         return bool(self.bucket)
 
 
+class EncryptionConfig(Section, frozen=True, kw_only=True):
+    """Blocks and session records on SSD and in S3 are encrypted with the key in `key_file`, if there is one; those of
+    `old_key_files` only decrypt. `accept_plain` also reads what was stored before encryption was switched on."""
+
+    key_file: OptionalPathText = ""
+    old_key_files: PathsText = ()
+    accept_plain: Flag = False
+
+
 class SessionsConfig(Section, frozen=True, kw_only=True):
     ttl_s: Duration = field(name="ttl", default=7 * 86400.0)
     max_sessions: Count = 10_000
@@ -131,6 +143,7 @@ class Config(Section, frozen=True, kw_only=True):
     ram: RamConfig = field(default_factory=RamConfig)
     ssd: SsdConfig = field(default_factory=SsdConfig)
     s3: S3Config = field(default_factory=S3Config)
+    encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
 

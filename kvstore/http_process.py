@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvstore.config import Config
+from kvstore.store.encryption import without_key
 
 _log = logging.getLogger(__name__)
 _RESTART_AFTER_S = (1.0, 5.0, 30.0)
@@ -33,7 +34,9 @@ class HttpProcess:
 
     def start(self) -> None:
         # -P: with -m alone Python would import from the current folder first, and anybody may have put files there.
-        self._process = subprocess.Popen([sys.executable, "-P", "-m", "kvstore.api"], stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvstore.api"], stdin=subprocess.PIPE, env=without_key(os.environ)
+        )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(msgspec.json.encode(self._settings))

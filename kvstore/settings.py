@@ -20,12 +20,13 @@ from typing import Any, Final
 import msgspec
 
 from kvstore import config as model
-from kvstore.config import Config
+from kvstore.config import KEY_VARIABLE, Config
 from kvstore.core.errors import ConfigError
 from kvstore.core.units import format_duration, format_size, parse_duration, parse_size
 
 ENV_PREFIX: Final = "KVSTORE_"
 CONFIG_VARIABLE: Final = "KVSTORE_CONFIG"
+_NO_SETTINGS = (CONFIG_VARIABLE, KEY_VARIABLE)
 # A Kubernetes service named "kvstore" puts these into every pod of its namespace; they are no settings of ours.
 _SERVICE_LINK = re.compile(r"KVSTORE_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?)")
 _FLAGS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -118,7 +119,7 @@ def _read_file(path: Path) -> dict[Key, Any]:
 def _variables(env: Mapping[str, str]) -> dict[str, Key]:
     found = {}
     for variable in sorted(env):
-        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE or _SERVICE_LINK.fullmatch(variable):
+        if not variable.startswith(ENV_PREFIX) or variable in _NO_SETTINGS or _SERVICE_LINK.fullmatch(variable):
             continue
         if variable not in _VARIABLES:
             raise ConfigError(f"unknown environment variable {variable}{_nearest(variable, list(_VARIABLES))}")
@@ -144,9 +145,12 @@ def _parse(key: Key, raw: Any, source: str, folder: Path, from_text: bool = Fals
             return _finite(raw if from_text else _exactly((int, float), raw))
         if unit == "count":
             return int(raw) if from_text else _exactly(int, raw)
+        if unit == "paths":
+            paths = [path for path in raw.split(os.pathsep) if path] if from_text else _exactly(list, raw)
+            return tuple(_path(path, folder) for path in paths)
         text = str(_exactly(str, raw))
         if unit == "path" and text:
-            return os.path.normpath(folder / Path(text).expanduser())
+            return _path(text, folder)
         return text
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         why = "" if isinstance(error, KeyError) else f" ({error})"
@@ -170,6 +174,10 @@ def _exactly(kind: type | tuple[type, ...], value: Any) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{type(value).__name__} is the wrong type")
     return value
+
+
+def _path(text: Any, folder: Path) -> str:
+    return os.path.normpath(folder / Path(_exactly(str, text)).expanduser())
 
 
 def _finite(value: Any) -> float:

@@ -117,7 +117,9 @@ class RecordStore(Protocol):
         """Write durably; return the new tag, or None if the condition did not hold (and then nothing was written)."""
         ...
 
-    def get(self, name: str) -> Record | None: ...
+    def get(self, name: str) -> Record | None:
+        """Raises WrongKey where there is a record that cannot be read with our keys; it stays."""
+        ...
 
     def names(self, prefix: str) -> Iterator[str]:
         """Yield the names that start with `prefix`, in order."""

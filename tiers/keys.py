@@ -19,7 +19,7 @@ import secrets
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,8 +32,6 @@ from kvstore.core.block import KEY_ID_BYTES, NONCE_BYTES, SALT_BYTES, Sealing
 from kvstore.core.errors import ConfigError, CorruptBlock, WrongKey
 
 KEY_BYTES: Final = 32
-KEY_VARIABLE: Final = "KVSTORE_ENCRYPTION_KEY"
-"""The environment variable that may hold the key itself, as hex or base64, where no file does."""
 MESSAGES_PER_SUBKEY: Final = 1 << 28
 # Subkeys of other processes that are kept at hand; each costs 20 µs to derive again.
 _MAX_SUBKEYS = 1024
@@ -58,30 +56,6 @@ class KeyRing:
         self._subkeys: OrderedDict[tuple[bytes, bytes], algorithms.AES] = OrderedDict()
         self._salt = secrets.token_bytes(SALT_BYTES)
         self._num_drawn = 0
-
-    @classmethod
-    def load(
-        cls,
-        key_file: str,
-        old_key_files: Sequence[str] = (),
-        *,
-        accepts_plain: bool = False,
-        environ: Mapping[str, str] | None = None,
-    ) -> "KeyRing | None":
-        """Return the keys of the files, the newest from $KVSTORE_ENCRYPTION_KEY where `key_file` is empty; None where
-        there is neither.
-
-        Raises ConfigError where a file cannot be read, is open to others, or holds no key.
-        """
-        text = (os.environ if environ is None else environ).get(KEY_VARIABLE, "")
-        if key_file and text:
-            raise ConfigError(f"encryption.key_file and {KEY_VARIABLE} are both set: leave one of them out")
-        if not key_file and not text:
-            if old_key_files:
-                raise ConfigError("encryption.old_key_files needs encryption.key_file, the key to encrypt with")
-            return None
-        key = read_key_file(key_file) if key_file else _parse(os.fsencode(text), KEY_VARIABLE)
-        return cls(key, [read_key_file(path) for path in old_key_files], accepts_plain=accepts_plain)
 
     def draw(self) -> Sealing:
         """Return what the next message is to be encrypted with; every call returns another."""
@@ -155,10 +129,11 @@ def read_key_file(path: str) -> bytes:
         raise ConfigError(f"cannot read the encryption key file {path}: {error.strerror}") from None
     if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"the encryption key file {path} is open to other users: chmod 600 {path}")
-    return _parse(data, f"the encryption key file {path}")
+    return parse_key(data, f"the encryption key file {path}")
 
 
-def _parse(data: bytes, source: str) -> bytes:
+def parse_key(data: bytes, source: str) -> bytes:
+    """Return the key that was written in one of the three ways. Raises ConfigError, which names only the `source`."""
     if len(data) == KEY_BYTES:
         return data
     text = data.strip()

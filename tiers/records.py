@@ -1,6 +1,7 @@
 """Small named values with compare-and-swap, beside the SSD tier.
 
-Covers: one LMDB environment of its own, each write synced. The objects in a bucket are in `tiers/s3records.py`.
+Covers: one LMDB environment of its own, each write synced. What a record looks like is in `tiers/sealed.py`, the
+objects in a bucket are in `tiers/s3records.py`.
 """
 
 import contextlib
@@ -9,15 +10,20 @@ import struct
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from kvstore.core.errors import TierUnavailable
+from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
 from tiers.base import Record
 from tiers.calls import RunningCalls
 from tiers.environment import DamagedEnvironment, lock_path, open_environment
+from tiers.faults import FaultCounter
 from tiers.names import check_name
+from tiers.sealed import check_record, open_record, seal_record
+
+if TYPE_CHECKING:
+    from tiers.keys import KeyRing
 
 _REVISION = struct.Struct("<Q")
 # No record has this name, since names are printable.
@@ -34,9 +40,13 @@ class LmdbRecords:
     never taken for the old one.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, *, keys: "KeyRing | None" = None, faults: FaultCounter | None = None
+    ) -> None:
         """Open or create the file, which never grows beyond `max_bytes`. A damaged one is renamed and kept, since
         people's chats are in it, and an empty one takes its place. Raises TierUnavailable."""
+        self._keys = keys
+        self._faults = FaultCounter("records") if faults is None else faults
         try:
             self._environment: Any = open_environment(path, max_bytes)
         except DamagedEnvironment as error:
@@ -46,26 +56,40 @@ class LmdbRecords:
         self._calls = RunningCalls()
 
     def put(self, name: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str | None:
-        """As `RecordStore.put`. Raises TierUnavailable, too, where all room is taken."""
+        """As `RecordStore.put`. Raises TierUnavailable, too, where all room is taken, and WrongKey where the record
+        that is there cannot be read with our keys: a chat is in it, and the right key may come with the next start."""
         check_name(name)
         key = name.encode()
+        sealed = seal_record(self._keys, name, data)
         with self._transaction(write=True) as transaction:
             present = transaction.get(key)
             if if_absent and present is not None:
                 return None
             if if_match is not None and (present is None or _tag(present) != if_match):
                 return None
+            if present is not None:
+                self._check_replaceable(name, present)
             counter = transaction.get(_REVISION_NAME)
             revision = _REVISION.pack(1 + (_REVISION.unpack(counter)[0] if counter else 0))
             transaction.put(_REVISION_NAME, revision)
-            transaction.put(key, revision + data)
+            transaction.put(key, revision + sealed)
         return _tag(revision)
 
     def get(self, name: str) -> Record | None:
+        """As `RecordStore.get`; a record that is damaged is counted and None."""
         check_name(name)
         with self._transaction() as transaction:
             value = transaction.get(name.encode())
-        return None if value is None else Record(value[_REVISION.size :], _tag(value))
+        if value is None:
+            return None
+        try:
+            return Record(open_record(self._keys, name, value[_REVISION.size :]), _tag(value))
+        except CorruptBlock:
+            self._faults.count("record_corrupt", detail=name.rpartition("/")[0])
+            return None
+        except WrongKey as error:
+            self._faults.count("wrong_key", detail=f"a session record: {error}")
+            raise
 
     def names(self, prefix: str) -> Iterator[str]:
         """As `RecordStore.names`; names that come or go meanwhile may or may not be among them."""
@@ -90,6 +114,15 @@ class LmdbRecords:
         if self._calls.close(_CLOSE_WAIT_S):
             self._environment.close()
 
+    def _check_replaceable(self, name: str, present: bytes) -> None:
+        try:
+            check_record(self._keys, name, present[_REVISION.size :])
+        except CorruptBlock:
+            pass
+        except WrongKey as error:
+            self._faults.count("wrong_key", detail=f"a session record is not replaced: {error}")
+            raise
+
     @contextlib.contextmanager
     def _transaction(self, *, write: bool = False) -> Iterator[Any]:
         try:
@@ -113,7 +146,7 @@ def _keys_from(transaction: Any, after: bytes, prefix: bytes) -> list[bytes]:
 
 
 def _tag(value: bytes) -> str:
-    return str(_REVISION.unpack_from(value)[0])
+    return str(_REVISION.unpack_from(value.ljust(_REVISION.size, b"\0"))[0])
 
 
 def _set_aside(path: Path) -> Path:

@@ -75,7 +75,7 @@ class S3Tier:
         self._calls = RunningCalls()
         self._counts_lock = Lock()
         self._num_blocks, self._used_bytes = 0, 0
-        self.records = S3Records(settings, self.objects, self.run, self._faults)
+        self.records = S3Records(settings, self.objects, self.run, self._faults, codec.keys)
 
     @property
     def kind(self) -> TierKind:

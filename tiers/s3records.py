@@ -2,33 +2,32 @@
 
     {prefix}/records/{name, escaped}=r
 
-A record begins with a number that is drawn anew for every write. So two writes of equal data have different tags (a
-tag is a digest of the content in S3), and a writer whose answer was lost knows its own record again.
+An object is a number that is drawn anew for every write, and the record as `tiers/sealed.py` makes it. So two writes of
+equal data have different tags (a tag is a digest of the content in S3), and a writer whose answer was lost knows its
+own record again.
 """
 
 import re
 import secrets
-import struct
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import xxhash
-
-from kvstore.core.errors import TierUnavailable
+from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
 from tiers.base import Record
 from tiers.faults import FaultCounter
 from tiers.names import check_name
 from tiers.objects import ObjectStore, Page
 from tiers.s3client import S3Settings
+from tiers.sealed import open_record, seal_record
+
+if TYPE_CHECKING:
+    from tiers.keys import KeyRing
 
 _T = TypeVar("_T")
-_MAGIC = b"KVR1"
-_NONCE_BYTES = 12
+_DRAWN_BYTES = 12
 # Far beyond any record: what is longer is somebody else's, and would only fill our memory.
 _MAX_RECORD_BYTES = 256 << 20
-# magic, nonce, xxh3 of nonce and data
-_PREFIX = struct.Struct(f"<4s{_NONCE_BYTES}sQ")
 # Ends every record's key. No escaped name ends like that, so that no record's key is a folder of another's: some
 # servers keep objects in folders.
 _SUFFIX = "=r"
@@ -43,15 +42,24 @@ class _Runner(Protocol):
 class S3Records:
     """A RecordStore in a bucket. Thread-safe. `run` makes requests as `S3Calls.run` does."""
 
-    def __init__(self, settings: S3Settings, objects: ObjectStore, run: _Runner, faults: FaultCounter) -> None:
+    def __init__(
+        self,
+        settings: S3Settings,
+        objects: ObjectStore,
+        run: _Runner,
+        faults: FaultCounter,
+        keys: "KeyRing | None" = None,
+    ) -> None:
         self._settings = settings
         self._objects = objects
         self._run = run
         self._faults = faults
+        self._keys = keys
 
     def put(self, name: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str | None:
         check_name(name)
-        return self._run(partial(self._put, self._key(name), _encode(data), if_absent, if_match))
+        body = secrets.token_bytes(_DRAWN_BYTES) + seal_record(self._keys, name, data)
+        return self._run(partial(self._put, self._key(name), body, if_absent, if_match))
 
     def get(self, name: str) -> Record | None:
         """As `RecordStore.get`; a record that is damaged is counted and None."""
@@ -60,11 +68,14 @@ class S3Records:
         if found is None:
             return None
         body, etag = found
-        data = _decode(body)
-        if data is None:
+        try:
+            return Record(open_record(self._keys, name, body[_DRAWN_BYTES:]), etag)
+        except CorruptBlock:
             self._faults.count("record_corrupt", detail=name.rpartition("/")[0])
             return None
-        return Record(data, etag)
+        except WrongKey as error:
+            self._faults.count("wrong_key", detail=f"a session record: {error}")
+            raise
 
     def names(self, prefix: str) -> Iterator[str]:
         """As `RecordStore.names`; lists all of them before it yields the first, since servers order keys in
@@ -138,16 +149,3 @@ class S3Records:
 
 class _TooLong(Exception):
     """An object is far too long for a record."""
-
-
-def _encode(data: bytes) -> bytes:
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    return _PREFIX.pack(_MAGIC, nonce, xxhash.xxh3_64_intdigest(nonce + data)) + data
-
-
-def _decode(body: bytes) -> bytes | None:
-    if len(body) < _PREFIX.size:
-        return None
-    magic, nonce, checksum = _PREFIX.unpack_from(body)
-    data = body[_PREFIX.size :]
-    return data if magic == _MAGIC and checksum == xxhash.xxh3_64_intdigest(nonce + data) else None

@@ -188,7 +188,9 @@ class SsdTier:
         num_gone, bytes_gone = reconcile.shrink(self._index, self._segments, self._space, self._faults)
         self._index = reconcile.compacted(self._index, index_path, self._space, self._segments)
         self._num_blocks, self._used_bytes = num_blocks - num_gone, used_bytes - bytes_gone
-        self.records = LmdbRecords(path / "records.mdb", self._space.max_record_bytes)
+        self.records = LmdbRecords(
+            path / "records.mdb", self._space.max_record_bytes, keys=self._codec.keys, faults=self._faults
+        )
         opened.callback(self.records.close)
         # The names of new files, too, must outlive a loss of power.
         sync_folder(path)

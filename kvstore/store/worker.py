@@ -26,14 +26,16 @@ from typing import Literal
 import msgspec
 import zmq
 
-from kvstore.config import S3Config, SsdConfig
-from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable
+from kvstore.config import EncryptionConfig, S3Config, SsdConfig
+from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable, WrongKey
 from kvstore.core.key import BlockKey, split_keys
 from kvstore.core.outcome import Outcome
 from kvstore.process import end_with_parent
 from kvstore.store import ops
+from kvstore.store.encryption import load_keys
 from kvstore.store.prefix_search import PrefixSearch
-from tiers.base import RecordStore, Tier, Usage
+from tiers.base import Record, RecordStore, Tier, Usage
+from tiers.codec import Codec
 from tiers.region import Region
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     epoch: int
     ssd: SsdConfig | None = None
     s3: S3Config | None = None
+    encryption: EncryptionConfig = EncryptionConfig()
 
 
 def main() -> int:
@@ -187,7 +190,7 @@ class Worker:
         started = time.monotonic()
         try:
             result = action()
-        except TierUnavailable:
+        except (TierUnavailable, WrongKey):
             result = ops.Result(op, Outcome.UNAVAILABLE)
         except Exception:
             _log.exception("an operation failed")
@@ -223,7 +226,7 @@ class Worker:
                     return
             records: list[bytes] = []
             for name in self._records.names(op.prefix):
-                record = self._records.get(name)
+                record = self._readable(name)
                 if record is not None:
                     records.append(record.data)
                 if sum(map(len, records)) >= _RECORD_BYTES_PER_MESSAGE:
@@ -234,6 +237,12 @@ class Worker:
         except Exception:
             _log.exception("recovery ended early; what was not read counts as missing")
             self._answer(ops.Recovered(op.op, done=True))
+
+    def _readable(self, name: str) -> Record | None:
+        try:
+            return self._records.get(name)
+        except WrongKey:
+            return None
 
     def _tell(self, reply: ops.Recovered) -> bool:
         """Answer once there is room for it; False where the worker stops first."""
@@ -332,6 +341,7 @@ def _faults(tier: Tier) -> dict[str, int]:
 
 def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore]:
     # Imported here, so that the SSD's worker does not carry boto3 and the bucket's does not carry LMDB.
+    codec = Codec(load_keys(settings.encryption))
     if settings.tier == "ssd":
         from tiers.ssd import SsdTier
 
@@ -341,12 +351,14 @@ def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore]:
             max_bytes=settings.ssd.max_bytes,
             min_free_bytes=settings.ssd.min_free_bytes,
             segment_bytes=settings.ssd.segment_bytes,
+            codec=codec,
         )
         return ssd, ssd.records
     from tiers.s3 import S3Settings, S3Tier
 
     assert settings.s3 is not None
-    s3 = S3Tier(S3Settings(**{field.name: getattr(settings.s3, field.name) for field in fields(S3Settings)}))
+    s3_settings = S3Settings(**{field.name: getattr(settings.s3, field.name) for field in fields(S3Settings)})
+    s3 = S3Tier(s3_settings, codec=codec)
     return s3, s3.records
 
 

@@ -7,7 +7,10 @@ from typing import cast
 
 import pytest
 
+from kvstore.core.errors import WrongKey
 from tiers.base import RecordStore
+from tiers.codec import Codec
+from tiers.keys import KeyRing
 from tiers.records import LmdbRecords
 from tiers.s3 import S3Tier
 
@@ -15,14 +18,31 @@ from tiers.s3 import S3Tier
 pytestmark = pytest.mark.usefixtures("s3_server")
 
 
+KEY, OTHER = bytes(range(32)), bytes(range(50, 82))
+OPEN = Callable[[KeyRing | None], RecordStore]
+
+
 @pytest.fixture(params=["lmdb", "s3"])
-def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RecordStore]:
-    if request.param == "lmdb":
-        store = LmdbRecords(tmp_path / "records.mdb", 4 << 20)
-        yield store
-        store.close()
-    else:
-        yield cast("Callable[[], S3Tier]", request.getfixturevalue("open_s3"))().records
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OPEN]:
+    """Opens the same store with these or those keys, one after the other."""
+    stores: list[LmdbRecords] = []
+
+    def open_records(keys: KeyRing | None) -> RecordStore:
+        if request.param == "s3":
+            return cast("Callable[..., S3Tier]", request.getfixturevalue("open_s3"))(codec=Codec(keys)).records
+        if stores:
+            stores[-1].close()
+        stores.append(LmdbRecords(tmp_path / "records.mdb", 4 << 20, keys=keys))
+        return stores[-1]
+
+    yield open_records
+    if stores:
+        stores[-1].close()
+
+
+@pytest.fixture(params=["plain", "encrypted"])
+def records(request: pytest.FixtureRequest, opened: OPEN) -> RecordStore:
+    return opened(KeyRing(KEY) if request.param == "encrypted" else None)
 
 
 def test_a_record_comes_back_with_its_tag(records: RecordStore) -> None:
@@ -132,3 +152,29 @@ def test_of_many_writers_on_one_tag_one_wins(records: RecordStore) -> None:
     record = records.get("a")
     assert record is not None
     assert record.etag == won
+
+
+def test_a_record_of_another_key_is_refused_and_neither_deleted_nor_replaced(opened: OPEN) -> None:
+    opened(KeyRing(KEY)).put("a", b"what people wrote")
+    for keys in (None, KeyRing(OTHER)):
+        store = opened(keys)
+        with pytest.raises(WrongKey):
+            store.get("a")
+        assert store.put("a", b"new", if_absent=True) is None
+    record = opened(KeyRing(OTHER, [KEY])).get("a")
+    assert record is not None
+    assert record.data == b"what people wrote"
+
+
+def test_with_a_key_what_was_stored_without_one_is_read_only_where_that_is_allowed(opened: OPEN) -> None:
+    opened(None).put("a", b"1")
+    with pytest.raises(WrongKey, match="not encrypted"):
+        opened(KeyRing(KEY)).get("a")
+    store = opened(KeyRing(KEY, accepts_plain=True))
+    record = store.get("a")
+    assert record is not None
+    assert record.data == b"1"
+    assert store.put("a", b"2", if_match=record.etag) is not None
+    record = opened(KeyRing(KEY)).get("a")
+    assert record is not None
+    assert record.data == b"2"

@@ -75,6 +75,21 @@ def test_relative_paths_start_at_the_file_that_holds_them(tmp_path: Path) -> Non
     assert config.http.token_file == str(Path.home() / "token")
 
 
+def test_a_list_of_files_is_a_list_in_toml_and_separated_by_colons_in_a_variable(tmp_path: Path) -> None:
+    text = '[encryption]\nold_key_files = ["a", "/b"]\n'
+    assert from_text(tmp_path, text).config.encryption.old_key_files == (str(tmp_path / "a"), "/b")
+    assert load(environ={"KVSTORE_ENCRYPTION_OLD_KEY_FILES": "/a:/b"}).config.encryption.old_key_files == ("/a", "/b")
+    assert load(environ={"KVSTORE_ENCRYPTION_OLD_KEY_FILES": ""}).config.encryption.old_key_files == ()
+    for wrong in ('"/a"', "[1]"):
+        with pytest.raises(ConfigError, match=r"encryption\.old_key_files cannot be"):
+            from_text(tmp_path, f"[encryption]\nold_key_files = {wrong}\n")
+
+
+def test_a_key_in_the_environment_is_no_setting_and_shown_nowhere() -> None:
+    loaded = load(environ={"KVSTORE_ENCRYPTION_KEY": "hunter2"})
+    assert "hunter2" not in f"{loaded!r} {describe(loaded)!r}"
+
+
 def test_what_kubernetes_puts_into_the_environment_for_a_service_is_no_setting() -> None:
     load(
         environ={
@@ -185,12 +200,13 @@ def test_what_is_switched_off_is_not_checked() -> None:
 
 
 def test_what_is_described_reads_back_as_the_same(tmp_path: Path) -> None:
-    loaded = from_text(tmp_path, '[ram]\nsize = "1000MB"\n[s3]\nbucket = "a\\"b"\n[sessions]\nttl = "90s"\n')
+    text = '[ram]\nsize = "1000MB"\n[s3]\nbucket = "a\\"b"\n[sessions]\nttl = "90s"\n'
+    loaded = from_text(tmp_path, text + '[encryption]\nold_key_files = ["/a", "/b"]\n')
     sections: dict[str, list[str]] = {}
     for section, key, value, _ in describe(loaded):
         sections.setdefault(section, []).append(f"{key} = {value}")
     text = "\n".join(line for section, lines in sections.items() for line in [f"[{section}]", *lines])
-    assert set(tomllib.loads(text)) == {"daemon", "ram", "ssd", "s3", "sessions", "http"}
+    assert set(tomllib.loads(text)) == {"daemon", "ram", "ssd", "s3", "encryption", "sessions", "http"}
     assert from_text(tmp_path, text).config == loaded.config
 
 

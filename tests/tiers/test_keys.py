@@ -9,14 +9,14 @@ import pytest
 from kvstore.core.block import Sealing
 from kvstore.core.errors import ConfigError, CorruptBlock, WrongKey
 from tiers import keys as module
-from tiers.keys import KEY_VARIABLE, KeyRing, key_id, read_key_file
+from tiers.keys import KeyRing, key_id, read_key_file
 
 KEY = bytes(range(100, 132))
 OTHER = bytes(range(32))
 
 
-def key_file(folder: Path, content: bytes, name: str = "key") -> str:
-    path = folder / name
+def key_file(folder: Path, content: bytes) -> str:
+    path = folder / "key"
     path.write_bytes(content)
     path.chmod(0o600)
     return str(path)
@@ -62,31 +62,9 @@ def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
         read_key_file(str(tmp_path / "nowhere"))
 
 
-def test_without_file_and_variable_there_is_no_encryption() -> None:
-    assert KeyRing.load("", environ={}) is None
-
-
-def test_the_key_may_come_from_the_environment(tmp_path: Path) -> None:
-    ring = KeyRing.load("", environ={KEY_VARIABLE: KEY.hex()})
-    assert ring is not None
-    assert ring.key_id == key_id(KEY)
-    with pytest.raises(ConfigError, match="are both set"):
-        KeyRing.load(key_file(tmp_path, KEY), environ={KEY_VARIABLE: KEY.hex()})
-    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} holds no key") as caught:
-        KeyRing.load("", environ={KEY_VARIABLE: "hunter2"})
-    assert "hunter2" not in str(caught.value)
-
-
-def test_old_keys_alone_encrypt_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs encryption\.key_file"):
-        KeyRing.load("", [key_file(tmp_path, KEY)], environ={})
-
-
-def test_after_a_rotation_old_messages_are_read_and_new_ones_have_the_new_key(tmp_path: Path) -> None:
+def test_after_a_rotation_old_messages_are_read_and_new_ones_have_the_new_key() -> None:
     before = encrypted(KeyRing(KEY), b"data")
-    paths = key_file(tmp_path, OTHER, "new"), [key_file(tmp_path, KEY, "old")]
-    ring = KeyRing.load(*paths, environ={})
-    assert ring is not None
+    ring = KeyRing(OTHER, [KEY])
     assert decrypted(ring, *before) == b"data"
     assert encrypted(ring, b"data")[0].key_id == key_id(OTHER)
 
