@@ -23,6 +23,7 @@ from engine.app import make_app
 from engine.guard import Guard, read_api_keys
 from engine.model import default_model_folder, load_model, make_pool
 from engine.service import Engine, EngineOptions
+from kernels.quantized import QuantizedDtype, quantized_dtype
 from kvstore.core.errors import ConfigError
 from kvstore.core.hosts import is_loopback
 from kvstore.core.units import parse_size
@@ -96,7 +97,8 @@ def build(options: ServerOptions) -> Engine:
             f"give at least {least * pool_block_bytes}"
         )
     pool = make_pool(model.spec, num_pool_blocks, stride, device)
-    return Engine(model, pool, HbmTier(pool, options.engine.block_tokens), options.engine)
+    hbm = HbmTier(pool, options.engine.block_tokens, options.engine.kv_store_dtype)
+    return Engine(model, pool, hbm, options.engine)
 
 
 class _Server(uvicorn.Server):
@@ -149,6 +151,9 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest reply that may be asked for.")] = 4096,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_store_dtype: Annotated[
+        str, typer.Option("--kv-store-dtype", help="auto: KV is stored as it is; int8 or fp8: smaller, not lossless.")
+    ] = "auto",
     tenant: Annotated[str, typer.Option(help="Whose requests those are that name no tenant.")] = "",
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key per line, with its tenant if any.")
@@ -171,6 +176,7 @@ def main(
                     max_requests=max_requests,
                     default_reply_tokens=min(256, max_tokens),
                     tenant=tenant,
+                    kv_store_dtype=_store_dtype(kv_store_dtype),
                 ),
                 model=model,
                 cache_dir=cache_dir if cache_dir is not None else _default_cache_dir(),
@@ -186,6 +192,13 @@ def main(
     except ConfigError as error:
         typer.echo(f"engine: {error}", err=True)
         sys.exit(_EXIT_CONFIG)
+
+
+def _store_dtype(name: str) -> QuantizedDtype | None:
+    try:
+        return quantized_dtype(name)
+    except ValueError as error:
+        raise ConfigError(f"--kv-store-dtype: {error}") from None
 
 
 def _size(text: str) -> int:

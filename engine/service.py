@@ -29,6 +29,7 @@ from engine.request import Progress, Request
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.turn import Ask, Saved, Turn
+from kernels.quantized import QuantizedDtype, payload_bytes_of
 from kvstore.client import Client
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.core.key import Namespace
@@ -38,6 +39,8 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 KV_LAYOUT = "LKTHD-1"
+# Of `kernels.quantized`: codes in that order, then scales.
+QUANTIZED_KV_LAYOUT = "LKTHD-codes-scales-1"
 _END_POLL_S = 0.02
 
 
@@ -54,7 +57,8 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """`run_dir` None: no kvstore. `tenant` is whose sessions and blocks these are where nobody says otherwise."""
+    """`run_dir` None: no kvstore. `tenant` is whose sessions and blocks these are where nobody says otherwise.
+    `kv_store_dtype` None: blocks are stored as they are; what the engine is given as its HBM must agree."""
 
     run_dir: Path | None = None
     block_tokens: int = 16
@@ -65,6 +69,7 @@ class EngineOptions:
     default_reply_tokens: int = 256
     tenant: str = ""
     warm_up: bool = True
+    kv_store_dtype: QuantizedDtype | None = None
 
 
 class Engine:
@@ -255,17 +260,24 @@ class Engine:
 
 
 def _namespace(spec: ModelSpec, options: EngineOptions, pool: torch.Tensor) -> Namespace:
+    """Quantised blocks have a namespace of their own: an engine that stores exact ones never meets them."""
     if options.pool_block_tokens < 1 or options.block_tokens % options.pool_block_tokens or options.block_tokens < 1:
         raise ConfigError(
             f"block_tokens {options.block_tokens} must be a whole number of pool blocks of {options.pool_block_tokens}"
         )
+    stored = options.kv_store_dtype
+    try:
+        block_bytes = payload_bytes_of(pool, options.block_tokens // options.pool_block_tokens, stored)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return Namespace(
         model=spec.name,
         weights_digest=spec.weights_digest,
-        dtype=spec.dtype,
-        kv_layout=KV_LAYOUT,
+        # What the model computed in counts as well: it is another KV that was quantised.
+        dtype=spec.dtype if stored is None else f"{spec.dtype}-as-{stored}",
+        kv_layout=KV_LAYOUT if stored is None else QUANTIZED_KV_LAYOUT,
         block_tokens=options.block_tokens,
-        block_bytes=pool[0].nbytes * (options.block_tokens // options.pool_block_tokens),
+        block_bytes=block_bytes,
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

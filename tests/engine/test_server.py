@@ -10,11 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from engine import server
 from engine.service import Engine, EngineOptions
+from kernels.quantized import QuantizedDtype
+from kvstore.core.errors import ConfigError
+from kvstore.core.key import Namespace
 from kvstore.core.outcome import TierKind
 from tests.engine.fakes import FakeHbm, FakeStore, continuation, fake_pool
 from tests.engine.serving import OPTIONS, Model, Served, serving
@@ -334,6 +338,23 @@ def test_the_smallest_pool_is_warmed_up_too() -> None:
         Engine(model, pool, FakeHbm(pool), options)._warm_up()
 
 
+def test_what_kv_is_stored_as_is_part_of_the_namespace_and_off_by_default() -> None:
+    pool = fake_pool(8, 4)
+
+    def namespace(store_dtype: QuantizedDtype | None) -> Namespace:
+        return Engine(Model(), pool, FakeHbm(pool), replace(OPTIONS, kv_store_dtype=store_dtype)).namespace
+
+    assert OPTIONS.kv_store_dtype is None
+    assert namespace(None) == Namespace("fake", "0", "float32", "LKTHD-1", 4, 32, 1, 1, 1)
+    int8, fp8 = namespace("int8"), namespace("fp8")
+    assert (int8.dtype, fp8.dtype) == ("float32-as-int8", "float32-as-fp8")
+    assert int8.kv_layout == fp8.kv_layout != "LKTHD-1"
+    # 8 numbers of 4 bytes each become codes of one byte and, heads being of one number here, scales of two.
+    assert int8.block_bytes == 24
+    with pytest.raises(ConfigError, match="int8 cannot be quantised"):
+        Engine(Model(), pool.to(torch.int8), FakeHbm(pool), replace(OPTIONS, kv_store_dtype="fp8"))
+
+
 def test_stopping_lets_running_requests_end() -> None:
     answers: list[int] = []
 
@@ -363,4 +384,7 @@ def test_a_host_that_others_can_reach_needs_keys(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--hbm-bytes", "12 parsecs"])
     assert result.exit_code == 2
     assert "--hbm-bytes" in result.output
+    result = CliRunner().invoke(command, ["--kv-store-dtype", "int4"])
+    assert result.exit_code == 2
+    assert "--kv-store-dtype: 'int4' is not one of auto, int8, fp8" in result.output
     assert "Example:" in CliRunner().invoke(command, ["--help"]).output
