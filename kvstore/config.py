@@ -106,6 +106,7 @@ class S3Config(Section, frozen=True, kw_only=True):
     sse_kms_key_id: Text = ""
     storage_class: Text = ""
     discover: Flag = True
+    client: Literal["boto3", "obstore"] = "boto3"
 
     @property
     def enabled(self) -> bool:

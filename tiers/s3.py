@@ -31,7 +31,6 @@ from tiers.calls import RunningCalls
 from tiers.codec import PLAIN, Codec
 from tiers.faults import FaultCounter
 from tiers.objects import DELETE_AT_ONCE, ObjectFault, ObjectStore
-from tiers.s3boto import BotoObjects
 from tiers.s3calls import S3Calls
 from tiers.s3client import S3Settings
 from tiers.s3records import S3Records
@@ -66,7 +65,7 @@ class S3Tier:
         """
         self._settings = settings
         self._codec = codec
-        self.objects = BotoObjects(settings, clock) if objects is None else objects
+        self.objects = _open(settings, clock) if objects is None else objects
         self._faults = FaultCounter("s3", clock)
         self._breaker = CircuitBreaker(clock=clock)
         self._requests = S3Calls(
@@ -219,3 +218,14 @@ class S3Tier:
             left = max(0, self._num_blocks - num_blocks)
             self._used_bytes = self._used_bytes * left // max(1, self._num_blocks)
             self._num_blocks = left
+
+
+def _open(settings: S3Settings, clock: Callable[[], float]) -> ObjectStore:
+    # Imported here, so that only the client that was chosen takes up memory.
+    if settings.client == "obstore":
+        from tiers.s3obstore import ObstoreObjects
+
+        return ObstoreObjects(settings, clock)
+    from tiers.s3boto import BotoObjects
+
+    return BotoObjects(settings, clock)

@@ -30,7 +30,8 @@ class S3Settings:
     `endpoint` empty means AWS. Without the two key files boto3's own chain finds credentials (environment, profile,
     instance role). `request_deadline_s` bounds each block's and each record's request, retries included;
     `threads` is how many requests are made at once. `sse`, `sse_kms_key_id` and `storage_class` go with every
-    object written, where set. The credentials need s3:ListBucket, or a missing block looks like a forbidden one.
+    object written, where set. `client` is the library that makes the requests: "boto3" or "obstore". The credentials
+    need s3:ListBucket, or a missing block looks like a forbidden one.
     """
 
     bucket: str
@@ -44,6 +45,7 @@ class S3Settings:
     sse: str = ""
     sse_kms_key_id: str = ""
     storage_class: str = ""
+    client: str = "boto3"
 
     def key(self, rest: str) -> str:
         """Return the key of an object of ours."""
@@ -82,8 +84,8 @@ def make_client(settings: S3Settings) -> "S3Client":
         endpoint_url=settings.endpoint or None,
         region_name=settings.region,
         config=config,
-        aws_access_key_id=_read_secret(settings.access_key_file) if settings.access_key_file else None,
-        aws_secret_access_key=_read_secret(settings.secret_key_file) if settings.secret_key_file else None,
+        aws_access_key_id=read_secret(settings.access_key_file) if settings.access_key_file else None,
+        aws_secret_access_key=read_secret(settings.secret_key_file) if settings.secret_key_file else None,
     )
 
 
@@ -99,7 +101,8 @@ def make_tls(settings: S3Settings) -> ssl.SSLContext | None:
         raise ConfigError(f"cannot read the CA bundle {bundle}: {error.__class__.__name__}") from None
 
 
-def _read_secret(path: str) -> str:
+def read_secret(path: str) -> str:
+    """Return what a key file holds. Raises ConfigError."""
     try:
         secret = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -22,14 +22,15 @@ KEY, OTHER = bytes(range(32)), bytes(range(50, 82))
 OPEN = Callable[[KeyRing | None], RecordStore]
 
 
-@pytest.fixture(params=["lmdb", "s3"])
+@pytest.fixture(params=["lmdb", "boto3", "obstore"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OPEN]:
     """Opens the same store with these or those keys, one after the other."""
     stores: list[LmdbRecords] = []
 
     def open_records(keys: KeyRing | None) -> RecordStore:
-        if request.param == "s3":
-            return cast("Callable[..., S3Tier]", request.getfixturevalue("open_s3"))(codec=Codec(keys)).records
+        if request.param != "lmdb":
+            open_s3 = cast("Callable[..., S3Tier]", request.getfixturevalue("open_s3"))
+            return open_s3(client=request.param, codec=Codec(keys)).records
         if stores:
             stores[-1].close()
         stores.append(LmdbRecords(tmp_path / "records.mdb", 4 << 20, keys=keys))

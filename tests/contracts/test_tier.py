@@ -20,10 +20,10 @@ from tiers.region import Region
 from tiers.s3 import S3Tier
 from tiers.ssd import SsdTier
 
-STORING = ["ram", "ssd", "ssd_encrypted", "s3", "s3_encrypted"]
+STORING = ["ram", "ssd", "ssd_encrypted", "s3", "s3_encrypted", "s3_obstore"]
 ALL = [*STORING, "noop", "faulty"]
 ENCRYPTING = Codec(KeyRing(bytes(range(32))))
-CODECS = {"ssd": PLAIN, "s3": PLAIN, "ssd_encrypted": ENCRYPTING, "s3_encrypted": ENCRYPTING}
+CODECS = {"ssd": PLAIN, "s3": PLAIN, "s3_obstore": PLAIN, "ssd_encrypted": ENCRYPTING, "s3_encrypted": ENCRYPTING}
 # What `tiers/base.py` allows each call to answer.
 CONTAINS = DELETE = {Outcome.OK, Outcome.MISS, Outcome.UNAVAILABLE}
 READ = {Outcome.OK, Outcome.MISS, Outcome.CORRUPT, Outcome.UNAVAILABLE}
@@ -40,8 +40,10 @@ on_storing_tiers = pytest.mark.parametrize("tier", STORING, indirect=True)
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     if request.param == "noop":
         yield NoopTier(TierKind.SSD)
-    elif request.param in ("s3", "s3_encrypted"):
-        yield cast("Callable[..., S3Tier]", request.getfixturevalue("open_s3"))(codec=CODECS[request.param])
+    elif request.param.startswith("s3"):
+        client = "obstore" if request.param == "s3_obstore" else "boto3"
+        open_s3 = cast("Callable[..., S3Tier]", request.getfixturevalue("open_s3"))
+        yield open_s3(client=client, codec=CODECS[request.param])
     elif request.param in ("ssd", "ssd_encrypted"):
         ssd = SsdTier(tmp_path / "ssd", max_bytes=32 << 20, codec=CODECS[request.param])
         yield ssd

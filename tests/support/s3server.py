@@ -6,10 +6,12 @@ something it left open.
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import MemoryStore
 
 from kvstore.s3server import REGION, S3Server
 from tiers.s3 import S3Tier
@@ -29,6 +31,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One server for all tests of a run, in a fresh folder; each test has a prefix of its own."""
     global _num_users
     if not _running:
+        # Its first call starts threads that stay, and must not look like a test's own.
+        MemoryStore().put("x", b"")
         _running.append(S3Server(tmp_path_factory.mktemp("s3"), buckets=[BUCKET]))
     _num_users += 1
     yield _running[0]
@@ -38,9 +42,15 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3_settings(s3_server: S3Server, tmp_path: Path) -> S3Settings:
+def s3_client() -> str:
+    """The library that talks to the server; a module that runs on every one of them overrides this."""
+    return "boto3"
+
+
+@pytest.fixture
+def s3_settings(s3_server: S3Server, s3_client: str, tmp_path: Path) -> S3Settings:
     """Settings with a prefix that nobody else has."""
-    return settings_for(s3_server, tmp_path)
+    return settings_for(s3_server, tmp_path, client=s3_client)
 
 
 @pytest.fixture
@@ -48,8 +58,8 @@ def open_s3(s3_settings: S3Settings) -> Iterator[Callable[..., S3Tier]]:
     """Opens tiers on the server, with other settings where they are given, and closes them."""
     with_clients: list[S3Tier] = []
 
-    def open_tier(settings: S3Settings = s3_settings, **options: Any) -> S3Tier:
-        with_clients.append(S3Tier(settings, **options))
+    def open_tier(settings: S3Settings = s3_settings, client: str = s3_settings.client, **options: Any) -> S3Tier:
+        with_clients.append(S3Tier(replace(settings, client=client), **options))
         return with_clients[-1]
 
     yield open_tier

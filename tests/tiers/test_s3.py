@@ -23,6 +23,8 @@ from tiers.objects import ObjectFault
 from tiers.s3 import S3Tier
 from tiers.s3client import S3Settings, make_client
 
+# Everything here holds with every client.
+CLIENTS = ["boto3", "obstore"]
 OPEN = Callable[..., S3Tier]
 DEADLINE_S = 1.0
 
@@ -62,6 +64,11 @@ class Bucket:
 
     def put(self, name: str, data: bytes) -> None:
         self.client.put_object(Bucket=self.settings.bucket, Key=name, Body=data)
+
+
+@pytest.fixture(params=CLIENTS)
+def s3_client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
