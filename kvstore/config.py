@@ -105,8 +105,8 @@ class S3Config(Section, frozen=True, kw_only=True):
     sse: Literal["", "AES256", "aws:kms"] = ""
     sse_kms_key_id: Text = ""
     storage_class: Text = ""
-    discover: Flag = True
     client: Literal["boto3", "obstore"] = "boto3"
+    discover: Flag = True
 
     @property
     def enabled(self) -> bool:
