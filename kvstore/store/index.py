@@ -1,45 +1,53 @@
-"""From block keys to dense ids, a million of them in 50 MB: open addressing over numpy arrays.
+"""From block keys to dense ids, a million of them in 42 MB: open addressing over numpy arrays.
 
 A dict of bytes keys would take about 180 bytes a block, more than all other columns of the catalog together.
-Lookups are vectorised over a whole prefix. Not thread-safe: the catalog's owner thread alone calls it.
+Lookups and additions are vectorised over whole prefixes and batches. Rows and places that were never used are zero
+pages that take no memory, so there may be plenty of both: growing stops the control thread for a moment.
+Not thread-safe: the catalog's owner thread alone calls it.
 """
 
 import secrets
 import struct
+from array import array
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.key import KEY_BYTES, BlockKey
 
-_EMPTY = -1
-_GONE = -2  # a removed entry: probing goes on past it
 _WORDS = KEY_BYTES // 8
 _MAX_LOAD = 0.5
 _AS_WORDS = struct.Struct(f"={_WORDS}Q")
 _64_BITS = (1 << 64) - 1
 
 Ids = npt.NDArray[np.int32]
+Words = npt.NDArray[np.uint64]
 
 
 class KeyIndex:
     """Maps keys to ids; ids are small, dense and reused after `remove`."""
 
     def __init__(self, capacity: int = 1024) -> None:
+        """Up to `capacity` keys nothing has to grow."""
         # Clients choose the keys, so where a key lands must not be theirs to choose: a secret odd factor per word, and
         # the highest bits of the sum (multiply-shift, Dietzfelbinger et al. 1997), which every bit of the key reaches.
         self._factors = [secrets.randbits(64) | 1 for _ in range(_WORDS)]
         self._factor_row = np.array(self._factors, dtype=np.uint64)
         self._keys = np.zeros((capacity, _WORDS), dtype=np.uint64)
         self._key_bytes = self._keys.data.cast("B")
-        self._free: list[int] = []
+        self._free = array("i")
         self._next_id = 0
-        self._count = 0
+        # 0: nobody; else one more than the id. A key lies at its home or after it, with no gap between.
         self._table: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._rebuild(capacity)
 
     def __len__(self) -> int:
-        return self._count
+        return self._next_id - len(self._free)
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the largest id that was ever given out."""
+        return self._next_id
 
     @property
     def capacity(self) -> int:
@@ -51,90 +59,134 @@ class KeyIndex:
         # In plain Python: a vectorised lookup of one key costs several times as much.
         table, key_bytes = self._table, self._key_bytes
         position = self._home_of(key)
-        while (entry := int(table[position])) != _EMPTY:
-            if entry >= 0 and bytes(key_bytes[entry * KEY_BYTES : (entry + 1) * KEY_BYTES]) == key:
-                return entry
+        while entry := int(table[position]):
+            if key_bytes[(entry - 1) * KEY_BYTES : entry * KEY_BYTES] == key:
+                return entry - 1
             position = (position + 1) & self._mask
         return -1
 
     def find_joined(self, keys: bytes) -> Ids:
         """Return the id or -1 of each of the joined keys, [num_keys] int32."""
-        return self.find_many(np.frombuffer(keys, dtype=np.uint64).reshape(-1, _WORDS))
+        return self.find_many(as_words(keys))
 
-    def find_many(self, words: npt.NDArray[np.uint64]) -> Ids:
+    def find_many(self, words: Words) -> Ids:
         """`find` for keys given as [num_keys, KEY_BYTES / 8] uint64."""
-        found = np.full(len(words), -1, dtype=np.int32)
-        pending = np.arange(len(words))
-        positions = self._homes(words)
+        positions = self.mixed(words) >> np.uint64(self._shift)
+        entries = self._table[positions.view(np.int64)]
+        same = (self._keys[np.maximum(entries - 1, 0)] == words).all(axis=1) & (entries > 0)
+        found: Ids = np.where(same, entries - 1, np.int32(-1))
+        going_on = ~same & (entries != 0)
+        if not going_on.any():
+            return found
+        pending = np.flatnonzero(going_on)
+        places = positions.view(np.int64)[pending]
         while len(pending):
-            entries = self._table[positions]
-            same = (entries >= 0) & (self._keys[np.maximum(entries, 0)] == words[pending]).all(axis=1)
-            found[pending[same]] = entries[same]
-            going_on = ~same & (entries != _EMPTY)
-            pending = pending[going_on]
-            positions = (positions[going_on] + 1) & self._mask
+            places = (places + 1) & self._mask
+            entries = self._table[places]
+            same = (entries > 0) & (self._keys[np.maximum(entries - 1, 0)] == words[pending]).all(axis=1)
+            found[pending[same]] = entries[same] - 1
+            going_on = ~same & (entries != 0)
+            pending, places = pending[going_on], places[going_on]
         return found
 
     def add(self, key: BlockKey) -> int:
         """Return the id of a key that is not in the index yet."""
-        if (self._used + 1) > len(self._table) * _MAX_LOAD:
-            self._rebuild(max(self._count + 1, 1024))
+        self._make_room(1)
         if self._free:
             new_id = self._free.pop()
         else:
-            if self._next_id == len(self._keys):
-                grown = np.zeros((2 * len(self._keys), _WORDS), dtype=np.uint64)
-                grown[: len(self._keys)] = self._keys
-                self._keys = grown
-                self._key_bytes = grown.data.cast("B")
             new_id = self._next_id
             self._next_id += 1
         self._key_bytes[new_id * KEY_BYTES : (new_id + 1) * KEY_BYTES] = key
         position = self._home_of(key)
-        while self._table[position] >= 0:
+        while self._table[position]:
             position = (position + 1) & self._mask
-        self._used += int(self._table[position] == _EMPTY)
-        self._table[position] = new_id
-        self._count += 1
+        self._table[position] = new_id + 1
         return new_id
+
+    def add_many(self, words: Words) -> Ids:
+        """`add` for keys, all different and none in the index yet, given as [num_keys, KEY_BYTES / 8] uint64."""
+        count = len(words)
+        self._make_room(count)
+        reused = min(count, len(self._free))
+        ids: Ids = np.empty(count, dtype=np.int32)
+        ids[:reused] = self._free[len(self._free) - reused :]
+        del self._free[len(self._free) - reused :]
+        ids[reused:] = np.arange(self._next_id, self._next_id + count - reused)
+        self._next_id += count - reused
+        self._keys[ids] = words
+        self._place(ids)
+        return ids
 
     def remove(self, old_id: int) -> None:
         """Forget the key of this id; the id may be given out again."""
-        position = self._home_of(self.key(old_id))
-        while self._table[position] != old_id:
-            assert self._table[position] != _EMPTY, "id is not in the index"
-            position = (position + 1) & self._mask
-        self._table[position] = _GONE
+        table, mask = self._table, self._mask
+        gap = self._home_of(self.key(old_id))
+        while table[gap] != old_id + 1:
+            assert table[gap], "id is not in the index"
+            gap = (gap + 1) & mask
+        # Those that follow move up, so that no marks of removed keys pile up, to be cleared away by a long rebuild.
+        position = (gap + 1) & mask
+        while entry := int(table[position]):
+            home = self._home_of(self.key(entry - 1))
+            if (position - home) & mask >= (position - gap) & mask:
+                table[gap] = entry
+                gap = position
+            position = (position + 1) & mask
+        table[gap] = 0
         self._keys[old_id] = 0
         self._free.append(old_id)
-        self._count -= 1
 
     def key(self, known_id: int) -> BlockKey:
         return BlockKey(bytes(self._key_bytes[known_id * KEY_BYTES : (known_id + 1) * KEY_BYTES]))
+
+    def mixed(self, words: Words) -> Words:
+        """Return 64 bits per key, [num_keys] uint64, in which keys that differ hardly ever agree."""
+        mixed = words[:, 0] * self._factor_row[0]
+        for word in range(1, _WORDS):
+            mixed += words[:, word] * self._factor_row[word]
+        return mixed
+
+    # ------------------------------------------------------------ private
 
     def _home_of(self, key: bytes) -> int:
         mixed = sum(map(int.__mul__, _AS_WORDS.unpack(key), self._factors)) & _64_BITS
         return mixed >> self._shift
 
-    def _homes(self, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """`_home_of` for many."""
-        mixed: npt.NDArray[np.uint64] = (words * self._factor_row).sum(axis=1, dtype=np.uint64)
-        return (mixed >> np.uint64(self._shift)).astype(np.int64)
+    def _make_room(self, count: int) -> None:
+        wanted = len(self) + count
+        if wanted > len(self._table) * _MAX_LOAD:
+            self._rebuild(2 * wanted)
+        rows = self._next_id + count - min(count, len(self._free))
+        if rows > len(self._keys):
+            grown = np.zeros((max(rows, 2 * len(self._keys)), _WORDS), dtype=np.uint64)
+            grown[: len(self._keys)] = self._keys
+            self._keys = grown
+            self._key_bytes = grown.data.cast("B")
 
     def _rebuild(self, count: int) -> None:
-        """Make a table with room for twice `count` at half load, without the removed entries."""
-        size = 1 << max(4, int(4 * count - 1).bit_length())
-        pending = self._table[self._table >= 0]
-        self._used = len(pending)
-        self._table = np.full(size, _EMPTY, dtype=np.int32)
+        """Make a table with room for `count` keys."""
+        size = 1 << max(4, int(2 * count - 1).bit_length())
+        ids = self._table[self._table > 0] - 1
+        self._table = np.zeros(size, dtype=np.int32)
         self._mask = size - 1
         self._shift = 64 - self._mask.bit_length()
-        positions = self._homes(self._keys[pending])
+        self._place(ids)
+
+    def _place(self, ids: Ids) -> None:
+        """Put ids that are not in the table into it, by their keys."""
         # All at once, since a million one by one would stop the control thread for a second: where several want the
         # same place, one of them gets it and the others go on to the next.
+        positions = (self.mixed(self._keys[ids]) >> np.uint64(self._shift)).astype(np.int64)
+        pending = ids + np.int32(1)
         while len(pending):
-            is_free = self._table[positions] == _EMPTY
+            is_free = self._table[positions] == 0
             self._table[positions[is_free]] = pending[is_free]
             going_on = self._table[positions] != pending
             pending = pending[going_on]
             positions = (positions[going_on] + 1) & self._mask
+
+
+def as_words(keys: bytes) -> Words:
+    """Return joined keys as [num_keys, KEY_BYTES / 8] uint64, without a copy."""
+    return np.frombuffer(keys, dtype=np.uint64).reshape(-1, _WORDS)
