@@ -3,6 +3,11 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+
 
 class EvictableView(Protocol):
     """What a policy may know of the blocks of its tier; blocks go by their dense ids.
@@ -22,17 +27,25 @@ class EvictableView(Protocol):
         """The block before it in its prefix, in this tier or not, or -1."""
         ...
 
+    def children_of(self, blocks: Ids) -> Ids:
+        """`children` of each of the blocks."""
+        ...
+
+    def parents_of(self, blocks: Ids) -> Ids:
+        """`parent` of each of the blocks."""
+        ...
+
     def size_bytes(self, block: int) -> int: ...
 
 
 class EvictionPolicy(Protocol):
     """Knows the blocks of one tier and which to give up next. Not thread-safe."""
 
-    def on_insert(self, blocks: Sequence[int]) -> None:
+    def on_insert(self, blocks: Sequence[int] | Ids) -> None:
         """New in the tier, in prefix order; the view counts them already."""
         ...
 
-    def on_access(self, blocks: Sequence[int]) -> None:
+    def on_access(self, blocks: Sequence[int] | Ids) -> None:
         """Used again, in prefix order. Blocks that are not in the tier are passed over."""
         ...
 

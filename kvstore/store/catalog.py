@@ -14,7 +14,6 @@ Does not cover: bytes and places (tiers), who may pin (lease.py), when to evict 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +21,14 @@ import numpy.typing as npt
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import KEY_BYTES, BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store.index import Ids, KeyIndex
+from kvstore.store import bulk
+from kvstore.store.columns import NO_NAMESPACE, NO_PARENT, STORED_TIERS, Columns, tier_bit
+from kvstore.store.index import Ids, KeyIndex, as_words
+from tiers.base import RecoveredBatch
 
-STORED_TIERS = (TierKind.RAM, TierKind.SSD, TierKind.S3)
 _MAX_REASONS = 65_536
 _MAX_NAMESPACES = 4096  # each engine that attaches may bring one, so there must be an end
 _MAX_DEPTH = (1 << 31) - 1
-_NO_PARENT = -1
-_Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass(slots=True)
@@ -43,30 +42,17 @@ class NamespaceInfo:
     block_tokens: int = 0
 
 
-def tier_bit(tier: TierKind) -> int:
-    return 1 << tier
-
-
 class Catalog:
     """See the module. Ids stay valid while the entry lives; hold one across calls only under a pin."""
 
-    def __init__(self, on_removed: Callable[[int], None] = lambda _: None) -> None:
-        """`on_removed` is told each id that ends, before it can be given out again."""
+    def __init__(self, on_removed: Callable[[int], None] = lambda _: None, capacity: int = 1024) -> None:
+        """`on_removed` is told each id that ends, before it can be given out again. Up to `capacity` blocks nothing has
+        to grow; what is not used of it takes next to no memory."""
         self._on_removed = on_removed
-        self._index = KeyIndex()
+        self._index = KeyIndex(capacity)
         self.namespaces: list[NamespaceInfo] = []
         self._namespace_ids: dict[bytes, int] = {}
-        rows = self._index.capacity
-        self._residency: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
-        self._writing: npt.NDArray[np.bool_] = np.zeros(rows, dtype=np.bool_)
-        self._pins: Ids = np.zeros(rows, dtype=np.int32)
-        self._parent: Ids = np.full(rows, _NO_PARENT, dtype=np.int32)
-        self._links: Ids = np.zeros(rows, dtype=np.int32)
-        # ~depth where the entry is known only as the parent of another.
-        self._depth: Ids = np.zeros(rows, dtype=np.int32)
-        self._namespace: npt.NDArray[np.int16] = np.full(rows, -1, dtype=np.int16)
-        self._session_refs: Ids = np.zeros(rows, dtype=np.int32)
-        self._children: dict[TierKind, Ids] = {tier: np.zeros(rows, dtype=np.int32) for tier in STORED_TIERS}
+        self._columns = Columns(self._index.capacity)
         self._blocks = dict.fromkeys(STORED_TIERS, 0)
         self._reasons: OrderedDict[BlockKey, str] = OrderedDict()
 
@@ -100,20 +86,20 @@ class Catalog:
     def find_joined(self, keys: bytes, namespace: int) -> Ids:
         """Return the id per joined key, -1 where unknown or of another namespace."""
         ids = self._index.find_joined(keys)
-        other = (ids >= 0) & (self._namespace[np.maximum(ids, 0)] != namespace)
+        other = (ids >= 0) & (self._columns.namespace[np.maximum(ids, 0)] != namespace)
         ids[other] = -1
         return ids
 
     def lookup(self, keys: bytes, namespace: int) -> tuple[bytes, Outcome]:
         """Return the fastest tier of each leading block that exists, and what stopped the walk (OK: nothing did)."""
         ids = self.find_joined(keys, namespace)
-        residency = self._residency[np.maximum(ids, 0)] * (ids >= 0)
+        residency = self._columns.residency[np.maximum(ids, 0)] * (ids >= 0)
         gaps = np.flatnonzero(residency == 0)
         hits = int(gaps[0]) if len(gaps) else len(ids)
         outcome = Outcome.OK
         if hits < len(ids):
             stopped = int(ids[hits])
-            outcome = Outcome.PENDING if stopped >= 0 and self._writing[stopped] else Outcome.MISS
+            outcome = Outcome.PENDING if stopped >= 0 and self._columns.writing[stopped] else Outcome.MISS
         return _FASTEST[residency[:hits]].tobytes(), outcome
 
     def why_missing(self, key: BlockKey) -> str:
@@ -123,51 +109,59 @@ class Catalog:
         return self._index.key(block)
 
     def meta(self, block: int) -> BlockMeta:
-        parent = int(self._parent[block])
-        info = self.namespaces[int(self._namespace[block])]
-        parent_key = BlockKey(info.root) if parent == _NO_PARENT else self._index.key(parent)
-        return BlockMeta(self._index.key(block), parent_key, info.digest, int(self._depth[block]), info.payload_bytes)
+        parent = int(self._columns.parent[block])
+        info = self.namespaces[int(self._columns.namespace[block])]
+        parent_key = BlockKey(info.root) if parent == NO_PARENT else self._index.key(parent)
+        return BlockMeta(
+            self._index.key(block), parent_key, info.digest, int(self._columns.depth[block]), info.payload_bytes
+        )
 
     def resident(self, block: int, tier: TierKind) -> bool:
-        return bool(self._residency[block] & tier_bit(tier))
+        return bool(self._columns.residency[block] & tier_bit(tier))
 
     def blocks_resident(self, tier: TierKind) -> list[int]:
         """All blocks of a tier, in no particular order."""
-        return [int(block) for block in np.flatnonzero(self._residency & tier_bit(tier))]
+        return [int(block) for block in np.flatnonzero(self._columns.residency[: self._index.num_ids] & tier_bit(tier))]
 
     def blocks_only_in_ram(self) -> list[int]:
         """The blocks that a loss of RAM would lose, parents before children."""
-        blocks = np.flatnonzero(self._residency == tier_bit(TierKind.RAM))
-        return [int(block) for block in blocks[np.argsort(self._depth[blocks], kind="stable")]]
+        blocks = np.flatnonzero(self._columns.residency[: self._index.num_ids] == tier_bit(TierKind.RAM))
+        return [int(block) for block in blocks[np.argsort(self._columns.depth[blocks], kind="stable")]]
 
     def pins(self, block: int) -> int:
-        return int(self._pins[block])
+        return int(self._columns.pins[block])
 
     def residency(self, block: int) -> int:
-        return int(self._residency[block])
+        return int(self._columns.residency[block])
 
     def residency_of(self, blocks: Ids) -> npt.NDArray[np.uint8]:
-        return self._residency[blocks]
+        return self._columns.residency[blocks]
 
     def writing(self, block: int) -> bool:
-        return bool(self._writing[block])
+        return bool(self._columns.writing[block])
 
     def session_refs(self, block: int) -> int:
-        return int(self._session_refs[block])
+        return int(self._columns.session_refs[block])
 
-    # The four questions of policies.base.EvictableView that are the same for every tier.
+    # The questions of policies.base.EvictableView that are the same for every tier.
 
     def pinned(self, block: int) -> bool:
-        return bool(self._pins[block]) or bool(self._writing[block])
+        return bool(self._columns.pins[block]) or bool(self._columns.writing[block])
 
     def parent(self, block: int) -> int:
-        return int(self._parent[block])
+        return int(self._columns.parent[block])
 
     def children_in(self, block: int, tier: TierKind) -> int:
-        return int(self._children[tier][block])
+        return int(self._columns.children[tier][block])
+
+    def parents_of(self, blocks: Ids) -> Ids:
+        return self._columns.parent[blocks]
+
+    def children_of(self, blocks: Ids, tier: TierKind) -> Ids:
+        return self._columns.children[tier][blocks]
 
     def size_bytes(self, block: int) -> int:
-        return self.namespaces[int(self._namespace[block])].payload_bytes
+        return self.namespaces[int(self._columns.namespace[block])].payload_bytes
 
     # ------------------------------------------------------------ changing
 
@@ -182,19 +176,19 @@ class Catalog:
         if namespace < 0 or (root and root != self.namespaces[namespace].root) or not 0 <= meta.depth <= _MAX_DEPTH:
             return -1
         block = self._index.find(meta.key)
-        if block >= 0 and (self._namespace[block] != namespace or self._known_depth(block) != meta.depth):
+        if block >= 0 and (self._columns.namespace[block] != namespace or self._known_depth(block) != meta.depth):
             return -1
-        if block >= 0 and self._depth[block] >= 0:
+        if block >= 0 and self._columns.depth[block] >= 0:
             return block if not meta.depth or self._parent_key(block) == meta.parent else -1
-        parent = _NO_PARENT
+        parent = NO_PARENT
         if meta.depth:
             parent = self._ensure_parent(meta, namespace)
-            if parent == _NO_PARENT:
+            if parent == NO_PARENT:
                 return -1
         if block < 0:
-            block = self._add(meta.key, namespace)
-        self._depth[block] = meta.depth
-        if parent != _NO_PARENT:
+            block = self._add(meta.key, namespace, meta.depth)
+        self._columns.depth[block] = meta.depth
+        if parent != NO_PARENT:
             self._link(block, parent)
         return block
 
@@ -207,8 +201,10 @@ class Catalog:
         if namespace < 0:
             return np.zeros(0, dtype=np.int32)
         ids = self.find_joined(keys, namespace)
-        before = np.concatenate(([_NO_PARENT], ids[:-1]))
-        is_known = (ids >= 0) & (self._depth[ids] == np.arange(len(ids))) & (self._parent[ids] == before)
+        before = np.concatenate(([NO_PARENT], ids[:-1]))
+        is_known = (
+            (ids >= 0) & (self._columns.depth[ids] == np.arange(len(ids))) & (self._columns.parent[ids] == before)
+        )
         gaps = np.flatnonzero(~is_known)
         blocks: list[int] = []
         for depth in range(int(gaps[0]) if len(gaps) else len(ids), len(ids)):
@@ -220,94 +216,109 @@ class Catalog:
             blocks.append(block)
         return np.concatenate((ids[: len(ids) if not len(gaps) else int(gaps[0])], np.array(blocks, dtype=np.int32)))
 
+    def ensure_many(self, batch: RecoveredBatch) -> Ids:
+        """`ensure` for a batch; out[i] is the id of block i or -1."""
+        if not len(batch):
+            return np.zeros(0, dtype=np.int32)
+        namespace = self.namespace_id(batch.namespace, batch.payload_bytes)
+        entry = None
+        if namespace >= 0 and self._has_root(self.namespaces[namespace], batch):
+            entry = bulk.match(batch, namespace, self._index, self._columns)
+        if entry is None:
+            # Somebody is mistaken; as everywhere, who came first is believed.
+            return np.array([self.ensure(meta) for meta in batch.metas()], dtype=np.int32)
+        blocks, new_ids = entry.carry_out(self._index, self._columns, namespace)
+        if self._reasons:
+            for new_id in new_ids.tolist():
+                self._reasons.pop(self._index.key(new_id), None)
+        return blocks
+
     def begin_write(self, block: int) -> None:
-        assert not self._writing[block]
-        self._writing[block] = True
+        assert not self._columns.writing[block]
+        self._columns.writing[block] = True
 
     def finish_write(self, block: int) -> None:
         """The copy in RAM is complete and readable."""
-        assert self._writing[block]
-        self._writing[block] = False
+        assert self._columns.writing[block]
+        self._columns.writing[block] = False
         self.set_resident(block, TierKind.RAM)
 
     def abort_write(self, block: int) -> None:
-        assert self._writing[block]
-        self._writing[block] = False
+        assert self._columns.writing[block]
+        self._columns.writing[block] = False
         self._collect(block)
 
     def set_resident(self, block: int, tier: TierKind) -> None:
         if self.resident(block, tier):
             return
-        self._residency[block] |= tier_bit(tier)
+        self._columns.residency[block] |= tier_bit(tier)
         self._blocks[tier] += 1
-        parent = self._parent[block]
-        if parent != _NO_PARENT:
-            self._children[tier][parent] += 1
+        parent = self._columns.parent[block]
+        if parent != NO_PARENT:
+            self._columns.children[tier][parent] += 1
+
+    def set_resident_many(self, blocks: Ids, tier: TierKind) -> Ids:
+        """`set_resident` for blocks that are all different; return those that were not there before."""
+        columns, bit = self._columns, tier_bit(tier)
+        blocks = blocks[columns.residency[blocks] & bit == 0]
+        columns.residency[blocks] |= np.uint8(bit)
+        self._blocks[tier] += len(blocks)
+        parents = columns.parent[blocks]
+        np.add.at(columns.children[tier], parents[parents != NO_PARENT], 1)
+        return blocks
 
     def set_absent(self, block: int, tier: TierKind, reason: str) -> None:
         """The tier holds the block no more; if that was the last copy, remember why."""
         if not self.resident(block, tier):
             return
-        self._residency[block] &= ~tier_bit(tier) & 0xFF
+        self._columns.residency[block] &= ~tier_bit(tier) & 0xFF
         self._blocks[tier] -= 1
-        parent = self._parent[block]
-        if parent != _NO_PARENT:
-            self._children[tier][parent] -= 1
-        if not self._residency[block]:
+        parent = self._columns.parent[block]
+        if parent != NO_PARENT:
+            self._columns.children[tier][parent] -= 1
+        if not self._columns.residency[block]:
             self._remember(self._index.key(block), reason)
         self._collect(block)
 
     def pin(self, block: int) -> None:
-        self._pins[block] += 1
+        self._columns.pins[block] += 1
 
     def unpin(self, block: int) -> None:
-        assert self._pins[block] > 0
-        self._pins[block] -= 1
+        assert self._columns.pins[block] > 0
+        self._columns.pins[block] -= 1
         self._collect(block)
 
     def add_session_refs(self, blocks: Ids, change: int) -> None:
         """`blocks` are those of one session, in prefix order, so none comes twice."""
-        self._session_refs[blocks] += change
-        assert not len(blocks) or self._session_refs[blocks].min() >= 0
+        self._columns.session_refs[blocks] += change
+        assert not len(blocks) or self._columns.session_refs[blocks].min() >= 0
         if change < 0:
             for block in blocks[::-1].tolist():
                 self._collect(block)
 
     def check_integrity(self) -> None:
         """Recount what is kept incrementally; for tests and `kvstore verify`."""
-        rows = np.arange(len(self._residency))
-        known = (self._namespace >= 0) & np.array([self._index.find(self._index.key(int(r))) == r for r in rows])
-        assert int(known.sum()) == len(self._index), "the index knows another number of blocks"
-        for column in (self._residency, self._writing, self._pins, self._links, self._session_refs):
-            assert not column[~known].any(), "an entry that ended still counts for something"
-        kept = self._residency | self._writing | (self._pins > 0) | (self._links > 0) | (self._session_refs > 0)
-        assert kept[known].all(), "an entry is kept by nothing"
-        parents = self._parent[known & (self._parent >= 0)]
-        assert (np.bincount(parents, minlength=len(rows)) == self._links).all(), "links differ from a recount"
-        for tier in STORED_TIERS:
-            held = known & ((self._residency & tier_bit(tier)) != 0)
-            assert int(held.sum()) == self._blocks[tier], f"{tier.label}: number of blocks differs from a recount"
-            recount = np.bincount(self._parent[held & (self._parent >= 0)], minlength=len(rows))
-            assert (recount == self._children[tier]).all(), f"{tier.label}: children differ from a recount"
+        self._columns.check_integrity(self._index, self._blocks)
 
     def check_uses(self, pins: Mapping[int, int], writing: Collection[int], session_refs: Mapping[int, int]) -> None:
         """Assert that exactly these pins, writes and references are there; for tests."""
-        for name, column, wanted in (
-            ("pins", self._pins, pins),
-            ("writing", self._writing, dict.fromkeys(writing, 1)),
-            ("session references", self._session_refs, session_refs),
-        ):
-            found = {int(block): int(column[block]) for block in np.flatnonzero(column)}
-            assert found == dict(wanted), f"{name} of blocks: {found}, and {dict(wanted)} by their owners"
+        self._columns.check_uses(self._index.num_ids, pins, writing, session_refs)
 
     # ------------------------------------------------------------ private
 
-    def _add(self, key: BlockKey, namespace: int) -> int:
+    def _has_root(self, info: NamespaceInfo, batch: RecoveredBatch) -> bool:
+        """Whether all first blocks of the batch have the namespace's root as their parent; takes that from them where
+        it is not known yet."""
+        roots = as_words(batch.parents)[batch.depths == 0]
+        if len(roots):
+            info.root = info.root or roots[0].tobytes()
+        return bool((roots == as_words(info.root)).all()) if len(roots) else True
+
+    def _add(self, key: BlockKey, namespace: int, depth: int) -> int:
         block = self._index.add(key)
-        if block >= len(self._residency):
-            self._grow(self._index.capacity)
-        self._namespace[block] = namespace
-        self._parent[block] = _NO_PARENT
+        if block >= len(self._columns):
+            self._columns.grow(self._index.capacity)
+        self._columns.begin(block, namespace, depth)
         self._reasons.pop(key, None)
         return block
 
@@ -315,27 +326,25 @@ class Catalog:
         """Depths go down by one from child to parent, so chains of parents have an end."""
         parent = self._index.find(meta.parent)
         if parent >= 0:
-            is_right = self._namespace[parent] == namespace and self._known_depth(parent) == meta.depth - 1
-            return parent if is_right else _NO_PARENT
+            is_right = self._columns.namespace[parent] == namespace and self._known_depth(parent) == meta.depth - 1
+            return parent if is_right else NO_PARENT
         if meta.parent == meta.key:
-            return _NO_PARENT
-        parent = self._add(meta.parent, namespace)
-        self._depth[parent] = ~(meta.depth - 1)
-        return parent
+            return NO_PARENT
+        return self._add(meta.parent, namespace, ~(meta.depth - 1))
 
     def _known_depth(self, block: int) -> int:
-        depth = int(self._depth[block])
+        depth = int(self._columns.depth[block])
         return depth if depth >= 0 else ~depth
 
     def _link(self, block: int, parent: int) -> None:
-        self._parent[block] = parent
-        self._links[parent] += 1
+        self._columns.parent[block] = parent
+        self._columns.links[parent] += 1
         for tier in STORED_TIERS:
-            self._children[tier][parent] += int(self.resident(block, tier))
+            self._columns.children[tier][parent] += int(self.resident(block, tier))
 
     def _parent_key(self, block: int) -> BlockKey | None:
-        parent = int(self._parent[block])
-        return None if parent == _NO_PARENT else self._index.key(parent)
+        parent = int(self._columns.parent[block])
+        return None if parent == NO_PARENT else self._index.key(parent)
 
     def _remember(self, key: BlockKey, reason: str) -> None:
         self._reasons[key] = reason
@@ -344,39 +353,22 @@ class Catalog:
 
     def _collect(self, block: int) -> None:
         """Remove the entry, and then its parents, as far as nothing keeps them. An entry that has ended stays so."""
-        while block != _NO_PARENT and not (
-            self._namespace[block] < 0
-            or self._residency[block]
-            or self._writing[block]
-            or self._pins[block]
-            or self._links[block]
-            or self._session_refs[block]
+        while block != NO_PARENT and not (
+            self._columns.namespace[block] < 0
+            or self._columns.residency[block]
+            or self._columns.writing[block]
+            or self._columns.pins[block]
+            or self._columns.links[block]
+            or self._columns.session_refs[block]
         ):
-            parent = int(self._parent[block])
-            if parent != _NO_PARENT:
-                self._links[parent] -= 1
-            self._parent[block] = _NO_PARENT
-            self._namespace[block] = -1
+            parent = int(self._columns.parent[block])
+            if parent != NO_PARENT:
+                self._columns.links[parent] -= 1
+            self._columns.parent[block] = NO_PARENT
+            self._columns.namespace[block] = NO_NAMESPACE
             self._index.remove(block)
             self._on_removed(block)
             block = parent
-
-    def _grow(self, rows: int) -> None:
-        self._residency = _grown(self._residency, rows)
-        self._writing = _grown(self._writing, rows)
-        self._pins = _grown(self._pins, rows)
-        self._parent = _grown(self._parent, rows, _NO_PARENT)
-        self._links = _grown(self._links, rows)
-        self._depth = _grown(self._depth, rows)
-        self._namespace = _grown(self._namespace, rows, -1)
-        self._session_refs = _grown(self._session_refs, rows)
-        self._children = {tier: _grown(column, rows) for tier, column in self._children.items()}
-
-
-def _grown(column: npt.NDArray[_Number], rows: int, fill: int = 0) -> npt.NDArray[_Number]:
-    larger = np.full(rows, fill, dtype=column.dtype)
-    larger[: len(column)] = column
-    return larger
 
 
 def _fastest_table() -> npt.NDArray[np.uint8]:

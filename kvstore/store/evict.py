@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.outcome import TierKind
-from kvstore.store.catalog import STORED_TIERS, Catalog, tier_bit
+from kvstore.store.catalog import Catalog
+from kvstore.store.columns import STORED_TIERS, tier_bit
 from kvstore.store.fetch import Reply
 from kvstore.store.link import WorkerLink
 from kvstore.store.room import Room

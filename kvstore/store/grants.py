@@ -8,7 +8,8 @@ only in RAM stays: making room for the tail of a prefix must not lose its head.
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store.catalog import Catalog, tier_bit
+from kvstore.store.catalog import Catalog
+from kvstore.store.columns import tier_bit
 from kvstore.store.engines import Engine, Grant
 from kvstore.store.room import Room
 from kvstore.wire import Slot

@@ -60,7 +60,7 @@ class KeyIndex:
         table, key_bytes = self._table, self._key_bytes
         position = self._home_of(key)
         while entry := int(table[position]):
-            if key_bytes[(entry - 1) * KEY_BYTES : entry * KEY_BYTES] == key:
+            if bytes(key_bytes[(entry - 1) * KEY_BYTES : entry * KEY_BYTES]) == key:
                 return entry - 1
             position = (position + 1) & self._mask
         return -1
@@ -140,9 +140,14 @@ class KeyIndex:
     def key(self, known_id: int) -> BlockKey:
         return BlockKey(bytes(self._key_bytes[known_id * KEY_BYTES : (known_id + 1) * KEY_BYTES]))
 
+    def is_known(self) -> npt.NDArray[np.bool_]:
+        """Say of each id that was ever given out whether it is in use, by looking its key up, [num_ids] bool."""
+        ids = np.arange(self._next_id)
+        return np.asarray(self.find_many(self._keys[: self._next_id]) == ids)
+
     def mixed(self, words: Words) -> Words:
         """Return 64 bits per key, [num_keys] uint64, in which keys that differ hardly ever agree."""
-        mixed = words[:, 0] * self._factor_row[0]
+        mixed: Words = words[:, 0] * self._factor_row[0]
         for word in range(1, _WORDS):
             mixed += words[:, word] * self._factor_row[word]
         return mixed

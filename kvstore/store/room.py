@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
-from kvstore.store.catalog import Catalog, tier_bit
+from kvstore.store.catalog import Catalog
+from kvstore.store.columns import tier_bit
 from kvstore.store.link import WorkerLink
-from policies.base import EvictionPolicy
+from policies.base import EvictionPolicy, Ids
 from policies.eviction.lru import Lru
 from tiers.ram import RamTier, SlotRef
 
@@ -33,6 +34,7 @@ class _View:
         self._tier = tier
         self._must_stay = must_stay
         self.parent = catalog.parent
+        self.parents_of = catalog.parents_of
         self.size_bytes = catalog.size_bytes
 
     def pinned(self, block: int) -> bool:
@@ -40,6 +42,9 @@ class _View:
 
     def children(self, block: int) -> int:
         return self._catalog.children_in(block, self._tier)
+
+    def children_of(self, blocks: Ids) -> Ids:
+        return self._catalog.children_of(blocks, self._tier)
 
 
 class Room:

@@ -13,7 +13,8 @@ import numpy as np
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store import record as records
-from kvstore.store.catalog import Catalog, tier_bit
+from kvstore.store.catalog import Catalog
+from kvstore.store.columns import tier_bit
 from kvstore.store.demoter import Demoter
 from kvstore.store.link import WorkerLink
 from kvstore.store.record import SessionKey, SessionRecord

@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from kvstore import wire
 from kvstore.config import Config
 from kvstore.core.errors import ProtocolError
@@ -41,6 +43,8 @@ _LIVENESS_EVERY_S = 0.5
 _HOUSEKEEPING_EVERY_S = 0.1
 _EXPIRY_EVERY_S = 5.0
 _BUSY_RETRY_S = 0.05
+# So many blocks before anything has to grow, which takes the control thread about 0.2 s; unused rows take no memory.
+_CAPACITY = 1 << 20
 # About 30 ms of the control thread.
 MAX_BLOCKS_PER_STORE = 1024
 
@@ -71,7 +75,7 @@ class Store:
         self._blocks_stored = 0
         self._ram_bytes_in = self._ram_bytes_out = 0
         self._demoters: dict[TierKind, Demoter] = {}
-        self._catalog = catalog = Catalog(self._on_removed)
+        self._catalog = catalog = Catalog(self._on_removed, _CAPACITY)
         self._room = Room(catalog, ram, links, self._is_awaited, clock)
         self._loader = Loader(catalog, ram, links, self._room, self._on_loaded, self._on_lost)
         self._grants = Grants(catalog, ram, self._room)
@@ -149,15 +153,16 @@ class Store:
 
     def recovered(self, reply: ops.Recovered) -> None:
         """Enter blocks and session records that the SSD tier kept from before the start."""
-        inserted = []
-        for meta in reply.blocks.unpack().metas() if reply.blocks else ():
-            block = self._catalog.ensure(meta)
-            if block < 0:
-                self._errors.add("ssd_recovered_inconsistent")
-            elif block not in self._room.deleting[TierKind.SSD] and not self._catalog.resident(block, TierKind.SSD):
-                self._catalog.set_resident(block, TierKind.SSD)
-                inserted.append(block)
-        self._room.policies[TierKind.SSD].on_insert(inserted)
+        if reply.blocks is not None:
+            batch = reply.blocks.unpack()
+            found = self._catalog.ensure_many(batch)[np.argsort(batch.depths, kind="stable")]
+            self._errors.add("ssd_recovered_inconsistent", int((found < 0).sum()))
+            found = found[found >= 0]
+            blocks = found[np.sort(np.unique(found, return_index=True)[1])]
+            if self._room.deleting[TierKind.SSD]:
+                blocks = blocks[~np.isin(blocks, list(self._room.deleting[TierKind.SSD]))]
+            inserted = self._catalog.set_resident_many(blocks, TierKind.SSD)
+            self._room.policies[TierKind.SSD].on_insert(inserted)
         for data in reply.records:
             self.sessions.recover(data)
 
