@@ -23,6 +23,7 @@ from kvstore.core.block import (
     encode_header,
 )
 from kvstore.core.errors import CorruptBlock, WrongKey
+from tiers.aligned import copy_bytes
 
 if TYPE_CHECKING:
     from tiers.keys import KeyRing
@@ -85,7 +86,7 @@ class Codec:
             if found.sealing is not None:
                 self._decrypt(found, stored, into)
             elif stored is not into:
-                into[:] = stored
+                copy_bytes(into, stored)
             return found
         packed = stored
         if found.sealing is not None:

@@ -8,7 +8,7 @@ A slot that is freed may still be under a reader's system call; it becomes free 
 that began before has ended (epoch-based reclamation, Fraser 2004, with one ticket per read batch).
 
 Covers: files, and which slot is taken. Does not cover: which block a slot holds (`tiers/index.py`), how much room
-there is altogether (`tiers/ssd.py`), the bytes (`tiers/direct.py`).
+there is altogether (`tiers/ssd.py`), the bytes (`tiers/pieces.py`).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiers.aligned import PAGE_BYTES, AlignedBuffers
+from tiers.aligned import PAGE_BYTES
 from tiers.direct import RecordFile
 from tiers.environment import sync_folder
 from tiers.index import Place
@@ -75,7 +75,6 @@ class Segments:
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._room = room
-        self._buffers = AlignedBuffers()
         self._lock = threading.Lock()
         self._growth_lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
@@ -237,7 +236,7 @@ class Segments:
             ):
                 continue
             try:
-                file = RecordFile(path, record_bytes, self._buffers)
+                file = RecordFile(path, record_bytes)
             except OSError:
                 # As if it were missing: what the index says of it is dropped.
                 continue
@@ -265,7 +264,7 @@ class Segments:
         number, size_bytes = self._next_number, num_slots * record_bytes
         self._next_number += 1
         path = self._folder / f"{number:08}-{record_bytes:08}.seg"
-        file = RecordFile(path, record_bytes, self._buffers, create=True)
+        file = RecordFile(path, record_bytes, create=True)
         try:
             file.allocate(size_bytes)
             # The name and the room must be there before the index may speak of them.

@@ -3,7 +3,7 @@
     path/lock             held while a process has the tier open
     path/index.mdb        block -> place (`tiers/index.py`)
     path/records.mdb      session records (`tiers/records.py`)
-    path/segments/*.seg   headers and payloads (`tiers/segments.py`, `tiers/direct.py`)
+    path/segments/*.seg   headers and payloads (`tiers/segments.py`, `tiers/pieces.py`)
 
 Write: header and payload to free slots, one fdatasync per segment touched, then one index transaction, synced; only
 then OK. So a block that the index names is complete, whatever moment the process is killed at, and a block that a
@@ -22,26 +22,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
-from kvstore.core.block import BlockMeta, decode_header
-from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
+from kvstore.core.block import BlockMeta
+from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from tiers import reconcile
-from tiers.aligned import PAGE_BYTES, AlignedBuffers
+from tiers.aligned import AlignedBuffers
 from tiers.base import RecoveredBatch, Usage
 from tiers.batch import batches_of, check_lengths
 from tiers.calls import RunningCalls
 from tiers.codec import PLAIN, Codec
-from tiers.direct import Incoming, Outgoing, record_size
+from tiers.crew import Crew
+from tiers.direct import record_size
 from tiers.dirlock import FolderLock, own_folder
 from tiers.environment import sync_folder
 from tiers.faults import FaultCounter
 from tiers.index import BYTES_PER_ENTRY, IndexEntry, IndexFull, Place
+from tiers.pieces import PieceMover
+from tiers.reader import BlockReader
 from tiers.records import LmdbRecords
 from tiers.segments import Segments
 from tiers.space import MIB, DiskSpace
+from tiers.writer import BlockWriter
 
 _CLOSE_WAIT_S = 30.0
+# Beside the thread that calls; more gained nothing on any block size.
+_IO_THREADS = 3
 _logger = logging.getLogger("kvstore.tiers.ssd")
 
 
@@ -61,15 +67,17 @@ class SsdTier:
         max_record_bytes: int | None = None,
         lock_wait_s: float = 10.0,
         codec: Codec = PLAIN,
+        huge_slots: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Open the folder, or make it (mode 0700), and bring it below its cap.
 
         `max_record_bytes` of `max_bytes` are kept for `records` (default: a sixteenth, at most 256 MiB). `codec`
-        packs nothing, since all slots of a size are equal; what it encrypts is as long as before. Raises
-        ConfigError where the limits make no sense, the folder is somebody else's, or another process has it beyond
-        `lock_wait_s`, TierUnavailable where the disk fails.
+        packs nothing, since all slots of a size are equal; what it encrypts is as long as before. `huge_slots`:
+        payloads lie on huge pages, so that the disk may read and write them itself (`tiers/pieces.py`).
+        Raises ConfigError where the limits make no sense, the folder is somebody else's, or another process has it
+        beyond `lock_wait_s`, TierUnavailable where the disk fails.
         """
         self._space = DiskSpace.of(
             path,
@@ -80,7 +88,7 @@ class SsdTier:
         )
         assert codec.packs_with is None
         self._codec = codec
-        self._buffers = AlignedBuffers()
+        self._is_straight = huge_slots
         self._faults = FaultCounter("ssd", clock)
         self._calls = RunningCalls()
         self._counts_lock = Lock()
@@ -180,6 +188,11 @@ class SsdTier:
         opened.callback(FolderLock(path, wait_s=lock_wait_s, clock=clock, sleep=sleep).release)
         self._segments = Segments(path / "segments", segment_bytes=self._space.segment_bytes, room=self._room)
         opened.callback(self._segments.close)
+        crew = Crew(_IO_THREADS, "ssd-io")
+        opened.callback(crew.close)
+        mover = PieceMover(AlignedBuffers(), is_straight=self._is_straight)
+        self._reader = BlockReader(self._segments, mover, crew, self._codec, self._faults)
+        self._writer = BlockWriter(self._segments, mover, crew, self._codec)
         index_path = path / "index.mdb"
         self._index = reconcile.open_index(index_path, self._space, self._segments.num_slots, self._faults)
         # Looked up when called: compaction replaces the index.
@@ -203,50 +216,11 @@ class SsdTier:
     # ------------------------------------------------------------ reading
 
     def _read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
-        outcomes = [Outcome.MISS] * len(blocks)
-        broken: list[IndexEntry] = []
-        unreadable: list[IndexEntry] = []
-        with self._segments.reading():
-            entries = self._index.get([meta.key for meta in blocks])
-            by_segment: dict[int, list[int]] = defaultdict(list)
-            for index, entry in enumerate(entries):
-                if entry is None:
-                    continue
-                if entry.meta == blocks[index]:
-                    by_segment[entry.place.segment].append(index)
-                else:
-                    outcomes[index] = self._corrupt(entry, "the index names another block")
-                    broken.append(entry)
-            for number, indices in by_segment.items():
-                found = [entry for index in indices if (entry := entries[index]) is not None]
-                incoming = [Incoming(entry.place.slot, into[i]) for entry, i in zip(found, indices, strict=True)]
-                headers = self._segments.file(number).read(incoming)
-                for index, entry, header in zip(indices, found, headers, strict=True):
-                    outcomes[index] = self._verified(entry, header, into[index])
-                    if outcomes[index] is Outcome.CORRUPT:
-                        (unreadable if header is None else broken).append(entry)
-        self._quarantine(broken, reuse=True)
+        findings = self._reader.read(self._index, blocks, into)
+        self._quarantine(findings.broken, reuse=True)
         # The disk may be bad there, so nothing is written to these slots before the next start.
-        self._quarantine(unreadable, reuse=False)
-        return outcomes
-
-    def _verified(self, entry: IndexEntry, header: bytes | None, payload: memoryview) -> Outcome:
-        if header is None:
-            return self._corrupt(entry, "the disk did not give it back")
-        try:
-            if self._codec.open(entry.meta, header, payload, payload).checksum != entry.checksum:
-                raise CorruptBlock("the slot holds an older copy of the block")
-        except CorruptBlock as error:
-            return self._corrupt(entry, error)
-        except WrongKey as error:
-            # It stays: a start with the wrong key must not empty the disk.
-            self._faults.count("wrong_key", detail=f"block {entry.meta.key.hex()[:12]}: {error}")
-            return Outcome.MISS
-        return Outcome.OK
-
-    def _corrupt(self, entry: IndexEntry, why: object) -> Outcome:
-        self._faults.count("corrupt", detail=f"block {entry.meta.key.hex()[:12]}: {why}")
-        return Outcome.CORRUPT
+        self._quarantine(findings.unreadable, reuse=False)
+        return findings.outcomes
 
     def _quarantine(self, entries: Sequence[IndexEntry], *, reuse: bool) -> None:
         """Delete the entries unless they have moved meanwhile."""
@@ -269,7 +243,9 @@ class SsdTier:
         places = self._take_places(
             {index: record_size(blocks[index].payload_bytes) for index in first.values()}, outcomes
         )
-        entries = self._write_payloads(blocks, payloads, places, outcomes)
+        entries, failed = self._writer.write(blocks, payloads, places)
+        self._segments.give_back([places[index] for index in failed])
+        outcomes.update({index: self._write_fault(error) for index, error in failed.items()})
         self._publish(entries, outcomes)
         for index, meta in enumerate(blocks):
             if index not in outcomes:
@@ -294,51 +270,6 @@ class SsdTier:
             places.update(zip(indices, taken, strict=False))
             outcomes.update(dict.fromkeys(indices[len(taken) :], Outcome.FULL))
         return places
-
-    def _write_payloads(
-        self,
-        blocks: Sequence[BlockMeta],
-        payloads: Sequence[memoryview],
-        places: Mapping[int, Place],
-        outcomes: dict[int, Outcome],
-    ) -> dict[int, IndexEntry]:
-        """Make header and payload durable in their slots; return the entries to publish, and answer the others."""
-        by_segment: dict[int, list[int]] = defaultdict(list)
-        for index, place in places.items():
-            by_segment[place.segment].append(index)
-        entries: dict[int, IndexEntry] = {}
-        for number, indices in by_segment.items():
-            file = self._segments.file(number)
-            try:
-                with self._sealed([blocks[i] for i in indices], [payloads[i] for i in indices]) as sealed:
-                    file.write(
-                        [Outgoing(places[i].slot, *record) for i, record in zip(indices, sealed, strict=True)],
-                    )
-                    checksums = [decode_header(header).checksum for header, _ in sealed]
-                file.sync()
-            except OSError as error:
-                outcomes.update(dict.fromkeys(indices, self._write_fault(error)))
-                self._segments.give_back([places[index] for index in indices])
-            else:
-                entries.update(
-                    (i, IndexEntry(blocks[i], places[i], stored)) for i, stored in zip(indices, checksums, strict=True)
-                )
-        return entries
-
-    @contextlib.contextmanager
-    def _sealed(
-        self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]
-    ) -> Iterator[list[tuple[bytes, memoryview]]]:
-        """Lend header and stored bytes of each block; encrypted ones lie on pages of their own, for direct I/O."""
-        if self._codec.keys is None:
-            yield [self._codec.seal(meta, payload) for meta, payload in zip(blocks, payloads, strict=True)]
-            return
-        with self._buffers.borrow(sum(_whole_pages(len(payload)) for payload in payloads)) as buffer:
-            sealed, start = [], 0
-            for meta, payload in zip(blocks, payloads, strict=True):
-                sealed.append(self._codec.seal(meta, payload, buffer[start:]))
-                start += _whole_pages(len(payload))
-            yield sealed
 
     def _publish(self, entries: Mapping[int, IndexEntry], outcomes: dict[int, Outcome]) -> None:
         """Make the entries visible in one durable transaction."""
@@ -420,7 +351,3 @@ class SsdTier:
             yield
         except (TierUnavailable, IndexFull, OSError) as error:
             self._faults.count("unavailable", detail=error)
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

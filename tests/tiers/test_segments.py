@@ -64,7 +64,7 @@ def test_a_file_system_that_cannot_allocate_gets_zeros_written(
         raise OSError(errno.EINVAL, "invalid argument")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    monkeypatch.setattr("tiers.direct._MAX_RUN_BYTES", 3 * RECORD)
+    monkeypatch.setattr("tiers.direct._ZEROS_BYTES", 3 * RECORD)
     assert len(segments.take(RECORD, 16)) == 16
     (file,) = (tmp_path / "segments").iterdir()
     assert file.stat().st_blocks * 512 >= 16 * RECORD

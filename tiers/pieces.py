@@ -1,0 +1,220 @@
+"""Cuts the records of a batch into pieces of at most 4 MiB, which threads move between memory and disk side by side.
+
+    records of up to 4 MiB    neighbours on the disk share a piece
+    longer ones               | header, payload … | payload … | payload … |   each part is a piece
+
+By default the bytes take the way through a buffer of huge pages (`tiers/aligned.py` says why): one copy more, and no
+demand on the caller's memory. With `is_straight` aligned memory is read and written by the disk itself.
+Covers: bytes of records. Does not cover: where they lie (`tiers/segments.py`), and whether they are right.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+from kvstore.core.block import HEADER_BYTES
+from tiers.aligned import AlignedBuffers, address_of, copy_bytes, is_aligned
+from tiers.crew import Job
+from tiers.direct import RecordFile
+
+# Enough for the disk to work on several requests at once, little enough that a batch keeps several threads busy.
+PIECE_BYTES: Final = 4 << 20
+# Well below the kernel's 1024 stretches of memory in one call.
+_MAX_RUN_RECORDS: Final = 256
+
+Seal = Callable[[memoryview | None], tuple[bytes, memoryview]]
+Accept = Callable[[memoryview | None, memoryview], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A record to be written.
+
+    `seal(place)` returns its header page and what is to be stored behind it, which it may put into `place` (room for
+    the whole body); it is called once, on any thread. `is_payload_stored`: what is stored is the payload as it is.
+    """
+
+    slot: int
+    payload: memoryview
+    seal: Seal
+    is_payload_stored: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A record to be read into `into`.
+
+    `accept(header, stored)` is called once, on any thread, with the header page (None where the disk failed or the file
+    ends before the record does) and the stored bytes: `into` itself, or memory that is gone afterwards.
+    """
+
+    slot: int
+    into: memoryview
+    accept: Accept
+
+
+class PieceMover:
+    """Makes the jobs for a Crew. Thread-safe."""
+
+    def __init__(self, buffers: AlignedBuffers, *, is_straight: bool = False) -> None:
+        self._buffers = buffers
+        self._is_straight = is_straight
+
+    def write_jobs(self, file: RecordFile, records: Sequence[Outgoing]) -> Iterator[Job]:
+        """Yield jobs that write the records; durable after `RecordFile.sync`. They raise OSError."""
+        for run in _runs(sorted(records, key=lambda record: record.slot), file.record_bytes):
+            if file.record_bytes <= PIECE_BYTES:
+                yield partial(self._write_run, file, run)
+            elif run[0].is_payload_stored:
+                yield from (partial(self._write_part, file, run[0], start) for start in _parts(file))
+            else:
+                yield partial(self._write_run, file, run)
+
+    def read_jobs(self, file: RecordFile, records: Sequence[Incoming]) -> Iterator[Job]:
+        """Yield jobs that read the records and tell each one's `accept`; a fault of the disk is told there."""
+        for run in _runs(sorted(records, key=lambda record: record.slot), file.record_bytes):
+            if file.record_bytes <= PIECE_BYTES:
+                yield partial(self._read_run, file, run)
+            else:
+                starts = _parts(file)
+                whole = _Whole(run[0], len(starts))
+                yield from (partial(self._read_part, file, whole, start) for start in starts)
+
+    # ------------------------------------------------------------ writing
+
+    def _write_run(self, file: RecordFile, run: Sequence[Outgoing]) -> None:
+        body_bytes = file.record_bytes - HEADER_BYTES
+        straight = [record.is_payload_stored and self._goes_straight(file, record.payload) for record in run]
+        with self._buffers.borrow(len(run) * file.record_bytes - sum(straight) * body_bytes) as rest:
+            vector = []
+            for record, is_straight in zip(run, straight, strict=True):
+                place, rest = _cut(rest, HEADER_BYTES if is_straight else file.record_bytes)
+                header, stored = record.seal(None if is_straight else place[HEADER_BYTES:])
+                place[:HEADER_BYTES] = header
+                vector.append(place)
+                if is_straight:
+                    vector.append(stored)
+                else:
+                    _put(place[HEADER_BYTES:], stored)
+            file.write(vector, run[0].slot * file.record_bytes)
+
+    def _write_part(self, file: RecordFile, record: Outgoing, start: int) -> None:
+        """Write the bytes of the record from `start` on; the first part waits for the checksum of all of them."""
+        size = min(PIECE_BYTES, file.record_bytes - start)
+        in_front = HEADER_BYTES if start == 0 else 0
+        payload = record.payload[max(0, start - HEADER_BYTES) : start - HEADER_BYTES + size]
+        is_straight = self._goes_straight(file, payload)
+        with self._buffers.borrow(in_front if is_straight else size) as buffer:
+            if in_front:
+                buffer[:in_front] = record.seal(None)[0]
+            if is_straight:
+                vector = [buffer, payload] if in_front else [payload]
+            else:
+                _put(buffer[in_front:], payload)
+                vector = [buffer]
+            file.write(vector, record.slot * file.record_bytes + start)
+
+    # ------------------------------------------------------------ reading
+
+    def _read_run(self, file: RecordFile, run: Sequence[Incoming]) -> None:
+        body_bytes = file.record_bytes - HEADER_BYTES
+        straight = [self._goes_straight(file, record.into) for record in run]
+        with self._buffers.borrow(len(run) * file.record_bytes - sum(straight) * body_bytes) as rest:
+            places, vector = [], []
+            for record, is_straight in zip(run, straight, strict=True):
+                place, rest = _cut(rest, HEADER_BYTES if is_straight else file.record_bytes)
+                places.append(place)
+                vector += [place, record.into] if is_straight else [place]
+            try:
+                moved = file.read(vector, run[0].slot * file.record_bytes)
+            except OSError:
+                moved = -1
+            if moved < 0 and len(run) > 1:
+                # Alone each, so that one bad sector costs one record.
+                for record in run:
+                    self._read_run(file, [record])
+                return
+            for index, (record, place, is_straight) in enumerate(zip(run, places, straight, strict=True)):
+                if (index + 1) * file.record_bytes > moved:
+                    record.accept(None, record.into)
+                elif is_straight:
+                    record.accept(place, record.into)
+                else:
+                    record.accept(place[:HEADER_BYTES], place[HEADER_BYTES:][: len(record.into)])
+
+    def _read_part(self, file: RecordFile, whole: "_Whole", start: int) -> None:
+        size = min(PIECE_BYTES, file.record_bytes - start)
+        in_front = HEADER_BYTES if start == 0 else 0
+        payload = whole.record.into[max(0, start - HEADER_BYTES) : start - HEADER_BYTES + size]
+        is_straight = self._goes_straight(file, payload)
+        header = None
+        with self._buffers.borrow(in_front if is_straight else size) as buffer:
+            vector = [buffer] if not is_straight else [buffer, payload] if in_front else [payload]
+            try:
+                moved = file.read(vector, whole.record.slot * file.record_bytes + start)
+            except OSError:
+                moved = -1
+            if moved == size:
+                if in_front:
+                    header = bytes(buffer[:in_front])
+                if not is_straight:
+                    copy_bytes(payload, buffer[in_front:][: len(payload)])
+        whole.part_ended(header, moved == size)
+
+    def _goes_straight(self, file: RecordFile, view: memoryview) -> bool:
+        # Through the page cache it is the kernel that copies, whatever the memory, but not the pad behind the bytes.
+        return (self._is_straight or not file.is_direct) and is_aligned(view)
+
+
+class _Whole:
+    """A record whose parts are read by several jobs; the last one to end tells."""
+
+    def __init__(self, record: Incoming, num_parts: int) -> None:
+        self.record = record
+        self._lock = threading.Lock()
+        self._num_left = num_parts
+        self._header: bytes | None = None
+        self._is_broken = False
+
+    def part_ended(self, header: bytes | None, is_read: bool) -> None:
+        with self._lock:
+            self._num_left -= 1
+            self._header = self._header or header
+            self._is_broken |= not is_read
+            if self._num_left:
+                return
+        header = None if self._is_broken else self._header
+        self.record.accept(None if header is None else memoryview(header), self.record.into)
+
+
+_RecordT = TypeVar("_RecordT", Outgoing, Incoming)
+
+
+def _runs(records: list[_RecordT], record_bytes: int) -> Iterator[list[_RecordT]]:
+    """Split records that are sorted by slot into runs of adjacent slots that make one piece."""
+    longest = max(1, min(_MAX_RUN_RECORDS, PIECE_BYTES // record_bytes))
+    run: list[_RecordT] = []
+    for record in records:
+        if run and (record.slot != run[-1].slot + 1 or len(run) == longest):
+            yield run
+            run = []
+        run.append(record)
+    if run:
+        yield run
+
+
+def _parts(file: RecordFile) -> range:
+    return range(0, file.record_bytes, PIECE_BYTES)
+
+
+def _cut(buffer: memoryview, num_bytes: int) -> tuple[memoryview, memoryview]:
+    return buffer[:num_bytes], buffer[num_bytes:]
+
+
+def _put(place: memoryview, stored: memoryview) -> None:
+    """Put the bytes at the beginning of a place that ends with zeros, unless they are there already."""
+    if address_of(stored) != address_of(place):
+        copy_bytes(place[: len(stored)], stored)
+    place[len(stored) :] = bytes(len(place) - len(stored))

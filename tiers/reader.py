@@ -1,0 +1,87 @@
+"""Reads blocks of the SSD tier: what comes back is the block that was asked for, or it is not OK.
+
+Covers: the bytes of one batch and whether they are right. Does not cover: what becomes of a copy that is not
+(`tiers/ssd.py`).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvstore.core.block import BlockMeta
+from kvstore.core.errors import CorruptBlock, WrongKey
+from kvstore.core.outcome import Outcome
+from tiers.codec import Codec
+from tiers.crew import Crew, Job
+from tiers.faults import FaultCounter
+from tiers.index import BlockIndex, IndexEntry
+from tiers.pieces import Incoming, PieceMover
+from tiers.segments import Segments
+
+
+@dataclass(slots=True)
+class Findings:
+    """`outcomes[i]` answers `blocks[i]`. `broken` copies hold wrong bytes, `unreadable` ones the disk did not give
+    back."""
+
+    outcomes: list[Outcome]
+    broken: list[IndexEntry] = field(default_factory=list)
+    unreadable: list[IndexEntry] = field(default_factory=list)
+
+
+class BlockReader:
+    """Thread-safe."""
+
+    def __init__(self, segments: Segments, mover: PieceMover, crew: Crew, codec: Codec, faults: FaultCounter) -> None:
+        self._segments = segments
+        self._mover = mover
+        self._crew = crew
+        self._codec = codec
+        self._faults = faults
+
+    def read(self, index: BlockIndex, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> Findings:
+        """Copy the payload of `blocks[i]` into `into[i]`. Raises TierUnavailable where the index fails."""
+        findings = Findings([Outcome.MISS] * len(blocks))
+        # Until the bytes were copied, nothing else is written to these slots.
+        with self._segments.reading():
+            by_segment: defaultdict[int, list[Incoming]] = defaultdict(list)
+            for number, entry in enumerate(index.get([meta.key for meta in blocks])):
+                if entry is None:
+                    continue
+                if entry.meta != blocks[number]:
+                    findings.outcomes[number] = self._corrupt(entry, "the index names another block")
+                    findings.broken.append(entry)
+                    continue
+                by_segment[entry.place.segment].append(self._incoming(findings, number, entry, into[number]))
+            jobs: list[Job] = []
+            for segment, incoming in by_segment.items():
+                jobs += self._mover.read_jobs(self._segments.file(segment), incoming)
+            self._crew.run(jobs)
+        return findings
+
+    def _incoming(self, findings: Findings, number: int, entry: IndexEntry, into: memoryview) -> Incoming:
+        def accept(header: memoryview | None, stored: memoryview) -> None:
+            outcome = self._verified(entry, header, stored, into)
+            findings.outcomes[number] = outcome
+            if outcome is Outcome.CORRUPT:
+                (findings.unreadable if header is None else findings.broken).append(entry)
+
+        return Incoming(entry.place.slot, into, accept)
+
+    def _verified(self, entry: IndexEntry, header: memoryview | None, stored: memoryview, into: memoryview) -> Outcome:
+        if header is None:
+            return self._corrupt(entry, "the disk did not give it back")
+        try:
+            if self._codec.open(entry.meta, header, stored, into).checksum != entry.checksum:
+                raise CorruptBlock("the slot holds an older copy of the block")
+        except CorruptBlock as error:
+            return self._corrupt(entry, error)
+        except WrongKey as error:
+            # It stays: a start with the wrong key must not empty the disk.
+            self._faults.count("wrong_key", detail=f"block {entry.meta.key.hex()[:12]}: {error}")
+            return Outcome.MISS
+        return Outcome.OK
+
+    def _corrupt(self, entry: IndexEntry, why: object) -> Outcome:
+        self._faults.count("corrupt", detail=f"block {entry.meta.key.hex()[:12]}: {why}")
+        return Outcome.CORRUPT
