@@ -20,6 +20,7 @@ from kvstore.core.hosts import is_loopback
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # sockaddr_un.sun_path holds 108 bytes with its closing zero.
 _MAX_SOCKET_PATH_BYTES = 107
+_MIN_PART_BYTES, _MAX_PUT_BYTES = 5 * MIB, 5 * GIB
 SOCKET_NAME = "control.sock"
 KEY_VARIABLE = "KVSTORE_ENCRYPTION_KEY"
 """Holds the encryption key itself, where no file does: a secret and so no setting."""
@@ -106,6 +107,8 @@ class S3Config(Section, frozen=True, kw_only=True):
     sse_kms_key_id: Text = ""
     storage_class: Text = ""
     client: Literal["boto3", "obstore"] = "boto3"
+    multipart_threshold_bytes: Size = field(name="multipart_threshold", default=64 * MIB)
+    part_bytes: Size = field(name="part_size", default=16 * MIB)
     discover: Flag = True
 
     @property
@@ -184,6 +187,11 @@ def _check_s3(s3: S3Config) -> None:
         raise ConfigError(f"s3.prefix {s3.prefix!r} must not begin or end with '/' or contain '..'")
     if bool(s3.access_key_file) != bool(s3.secret_key_file):
         raise ConfigError("s3.access_key_file and s3.secret_key_file belong together: set both or neither")
+    if not _MIN_PART_BYTES <= s3.part_bytes <= s3.multipart_threshold_bytes <= _MAX_PUT_BYTES:
+        raise ConfigError(
+            "s3.part_size must be at least 5MiB and at most s3.multipart_threshold, and that at most 5GiB: S3 takes no "
+            "smaller parts and no larger object in one piece"
+        )
     if s3.sse_kms_key_id and s3.sse != "aws:kms":
         raise ConfigError('s3.sse_kms_key_id needs s3.sse = "aws:kms"')
     if s3.endpoint:

@@ -83,8 +83,8 @@ class ObjectStore(Protocol):
     def get(self, name: str, places: Places, deadline: float, *, span: tuple[int, int] | None = None) -> Found | None:
         """Receive an object, or the bytes [start, end) of it, into `places(num_bytes)`; None where it is not there.
 
-        A span that ends behind the object's end is cut there. Unless it returns a Found, the content of the places is
-        undefined. Whatever `places` raises is raised.
+        A span that ends behind the object's end is cut there, to nothing where it begins there, too. Unless it returns
+        a Found, the content of the places is undefined. Whatever `places` raises is raised.
         """
         ...
 

@@ -1,11 +1,10 @@
 """The S3 tier: one object per block, header and payload, in a bucket that several daemons may share.
 
-    {prefix}/blocks/{first two hex digits of the key}/{key in hex}
+    {prefix}/blocks/...     blocks (`tiers/s3blocks.py`)
     {prefix}/records/...    session records (`tiers/s3records.py`)
 
-A PUT is conditional (If-None-Match), so that two daemons do not replace each other's copy. A GET goes straight into
-its place, stops at its deadline, and is verified; an object that is not the block is deleted, counted, and can be
-stored again. A bucket that is missing, forbidden or silent answers UNAVAILABLE, and after some of that it is left
+Every request has a deadline and is verified; an object that is not the block is deleted, counted, and can be stored
+again. A bucket that is missing, forbidden or silent answers UNAVAILABLE, and after some of that it is left
 alone for a while (`tiers/s3calls.py`), so that it slows nobody down.
 
 What a bucket holds is found through the session records in it, not by listing: a listing says nothing of parents and
@@ -20,8 +19,8 @@ from functools import partial
 from threading import Lock
 from typing import TypeVar
 
-from kvstore.core.block import HEADER_BYTES, RAW, BlockMeta, decode_header
-from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
+from kvstore.core.block import BlockMeta
+from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from tiers.base import RecoveredBatch, Usage
@@ -30,10 +29,14 @@ from tiers.breaker import CircuitBreaker
 from tiers.calls import RunningCalls
 from tiers.codec import PLAIN, Codec
 from tiers.faults import FaultCounter
-from tiers.objects import DELETE_AT_ONCE, ObjectFault, ObjectStore
+from tiers.objects import DELETE_AT_ONCE, ObjectStore
+from tiers.s3blocks import S3Blocks
+from tiers.s3boto import BotoObjects
 from tiers.s3calls import S3Calls
 from tiers.s3client import S3Settings
+from tiers.s3large import LargeObjects
 from tiers.s3records import S3Records
+from tiers.s3uploads import BotoUploads
 
 __all__ = ["S3Settings", "S3Tier"]
 
@@ -53,19 +56,17 @@ class S3Tier:
         self,
         settings: S3Settings,
         *,
-        objects: ObjectStore | None = None,
         codec: Codec = PLAIN,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         jitter: random.Random | None = None,
     ) -> None:
-        """Contacts nobody. Closes `objects` (default: made from the settings) at the end.
+        """Contacts nobody.
 
         Raises ConfigError where a file cannot be read that the settings name.
         """
         self._settings = settings
-        self._codec = codec
-        self.objects = _open(settings, clock) if objects is None else objects
+        self.objects, uploads = _open(settings, clock)
         self._faults = FaultCounter("s3", clock)
         self._breaker = CircuitBreaker(clock=clock)
         self._requests = S3Calls(
@@ -74,6 +75,9 @@ class S3Tier:
         self._calls = RunningCalls()
         self._counts_lock = Lock()
         self._num_blocks, self._used_bytes = 0, 0
+        run = self._requests.run
+        self._large = LargeObjects(self.objects, uploads, run, settings.threads, settings.part_bytes)
+        self._blocks = S3Blocks(settings, self.objects, self._large, codec, run, self._faults)
         self.records = S3Records(settings, self.objects, self.run, self._faults, codec.keys)
 
     @property
@@ -87,11 +91,11 @@ class S3Tier:
 
     def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """As `Tier.contains`; one HEAD per key."""
-        return [self._answer(self._head, key) for key in keys]
+        return [self._answer(self._blocks.head, key) for key in keys]
 
     def read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
         check_lengths(blocks, into)
-        return [self._answer(self._get, meta, view) for meta, view in zip(blocks, into, strict=True)]
+        return [self._answer(self._blocks.get, meta, view) for meta, view in zip(blocks, into, strict=True)]
 
     def write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
         """As `Tier.write`; never FULL."""
@@ -131,9 +135,18 @@ class S3Tier:
                 raise TierUnavailable("the S3 tier is closed")
             return self._requests.run(action)
 
+    def abort_unfinished_uploads(self, begun_before_s: float) -> int:
+        """Free what uploads of blocks left behind that began before that time of the server's clock (seconds since
+        1970) and whose process died; return how many. Raises TierUnavailable."""
+        with self._calls.enter() as is_open:
+            if not is_open:
+                raise TierUnavailable("the S3 tier is closed")
+            return self._large.abort_unfinished(self._settings.key("blocks/"), begun_before_s)
+
     def close(self) -> None:
         """Wait for running calls, then close all connections. Idempotent."""
         if self._calls.close(_CLOSE_WAIT_S):
+            self._large.close()
             self.objects.close()
         else:
             _logger.error("s3 tier: calls still run after %.0f s; left open", _CLOSE_WAIT_S)
@@ -141,77 +154,26 @@ class S3Tier:
     # ------------------------------------------------------------ one block
 
     def _answer(self, action: Callable[..., Outcome], *arguments: object) -> Outcome:
-        try:
-            return self.run(partial(action, *arguments))
-        except TierUnavailable:
-            return Outcome.UNAVAILABLE
+        with self._calls.enter() as is_open:
+            try:
+                return action(*arguments) if is_open else Outcome.UNAVAILABLE
+            except TierUnavailable:
+                return Outcome.UNAVAILABLE
 
-    def _head(self, key: BlockKey, deadline: float, _attempt: int) -> Outcome:
-        return Outcome.MISS if self.objects.head(self._name(key), deadline) is None else Outcome.OK
-
-    def _get(self, meta: BlockMeta, view: memoryview, deadline: float, _attempt: int) -> Outcome:
-        header, stored = memoryview(bytearray(HEADER_BYTES)), view
-
-        def places(num_bytes: int) -> Iterator[memoryview]:
-            nonlocal stored
-            if num_bytes < HEADER_BYTES:
-                raise CorruptBlock("the object is shorter than a header")
-            yield header
-            # The header says how much follows, and what it is.
-            found = decode_header(header)
-            if found.meta != meta:
-                raise CorruptBlock("the object holds another block")
-            if num_bytes != HEADER_BYTES + found.stored_bytes:
-                raise CorruptBlock(f"the object has {num_bytes} bytes, expected {HEADER_BYTES + found.stored_bytes}")
-            if found.codec != RAW:
-                stored = memoryview(bytearray(found.stored_bytes))
-            yield stored
-
-        try:
-            if self.objects.get(self._name(meta.key), places, deadline) is None:
-                return Outcome.MISS
-            self._codec.open(meta, header, stored, view)
-        except CorruptBlock as error:
-            self._faults.count("corrupt", detail=f"block {meta.key.hex()[:12]}: {error}")
-            self._quarantine(meta.key, deadline)
-            return Outcome.CORRUPT
-        except WrongKey as error:
-            # It stays: a start with the wrong key must not empty the bucket.
-            self._faults.count("wrong_key", detail=f"block {meta.key.hex()[:12]}: {error}")
-            return Outcome.MISS
-        return Outcome.OK
-
-    def _quarantine(self, key: BlockKey, deadline: float) -> None:
-        """Delete a damaged copy. Where that is refused (credentials that may only read) or fails, it stays, and answers
-        CORRUPT to the next reader: no reason to take the whole bucket for sick."""
-        name = self._name(key)
-        try:
-            is_refused = name in self.objects.delete([name], deadline)
-        except ObjectFault:
-            is_refused = True
-        if is_refused:
-            self._faults.count("delete_refused", detail=f"the damaged block {key.hex()[:12]} stays in the bucket")
-
-    def _put(self, meta: BlockMeta, payload: memoryview, deadline: float, _attempt: int) -> Outcome:
-        header, stored = self._codec.seal(meta, payload)
-        if self.objects.put(self._name(meta.key), [header, stored], deadline, if_absent=True) is None:
-            return Outcome.EXISTS
-        with self._counts_lock:
-            self._num_blocks += 1
-            self._used_bytes += len(header) + len(stored)
-        return Outcome.OK
+    def _put(self, meta: BlockMeta, payload: memoryview) -> Outcome:
+        outcome, num_bytes = self._blocks.put(meta, payload)
+        if outcome is Outcome.OK:
+            with self._counts_lock:
+                self._num_blocks += 1
+                self._used_bytes += num_bytes
+        return outcome
 
     def _delete(self, keys: Sequence[BlockKey], deadline: float, _attempt: int) -> list[Outcome]:
-        refused = self.objects.delete([self._name(key) for key in keys], deadline)
+        refused = self.objects.delete([self._blocks.name(key) for key in keys], deadline)
         self._faults.count("delete_refused", len(refused))
-        outcomes = [Outcome.UNAVAILABLE if self._name(key) in refused else Outcome.OK for key in keys]
+        outcomes = [Outcome.UNAVAILABLE if self._blocks.name(key) in refused else Outcome.OK for key in keys]
         self._uncount_blocks(outcomes.count(Outcome.OK))
         return outcomes
-
-    def _name(self, key: BlockKey) -> str:
-        # Two hex digits of a hash first, so that requests spread over S3's partitions.
-        text = key.hex()
-        return self._settings.key(f"blocks/{text[:2]}/{text}")
 
     def _uncount_blocks(self, num_blocks: int) -> None:
         with self._counts_lock:
@@ -220,12 +182,11 @@ class S3Tier:
             self._num_blocks = left
 
 
-def _open(settings: S3Settings, clock: Callable[[], float]) -> ObjectStore:
-    # Imported here, so that only the client that was chosen takes up memory.
+def _open(settings: S3Settings, clock: Callable[[], float]) -> tuple[ObjectStore, BotoUploads]:
     if settings.client == "obstore":
+        # Imported here, since the package is optional.
         from tiers.s3obstore import ObstoreObjects
 
-        return ObstoreObjects(settings, clock)
-    from tiers.s3boto import BotoObjects
-
-    return BotoObjects(settings, clock)
+        return ObstoreObjects(settings, clock), BotoUploads(partial(BotoObjects, settings, clock))
+    objects = BotoObjects(settings, clock)
+    return objects, BotoUploads(lambda: objects)

@@ -8,9 +8,9 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from kvstore.core.errors import TierUnavailable
+from kvstore.core.errors import CorruptBlock, TierUnavailable
 from tiers.breaker import CircuitBreaker
 from tiers.faults import FaultCounter
 from tiers.objects import PASSING, ObjectFault
@@ -19,6 +19,12 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("kvstore.tiers.s3")
 _MAX_ATTEMPTS = 3
 _FIRST_PAUSE_S = 0.05
+
+
+class Runner(Protocol):
+    """Makes one request as `S3Calls.run` does."""
+
+    def __call__(self, action: Callable[[float, int], _T]) -> _T: ...
 
 
 class S3Calls:
@@ -60,6 +66,10 @@ class S3Calls:
                     self._failed(fault)
                     raise TierUnavailable(f"the bucket does not answer ({fault.kind})") from fault
                 self._sleep(pause_s)
+            except CorruptBlock:
+                # The bucket answered, if with something else.
+                self._breaker.succeeded()
+                raise
             except BaseException:
                 # A fault of ours, which says nothing of the bucket; but the probe must not stay taken.
                 self._breaker.failed()

@@ -30,7 +30,8 @@ class S3Settings:
     `endpoint` empty means AWS. Without the two key files boto3's own chain finds credentials (environment, profile,
     instance role). `request_deadline_s` bounds each block's and each record's request, retries included;
     `threads` is how many requests are made at once. `sse`, `sse_kms_key_id` and `storage_class` go with every
-    object written, where set. `client` is the library that makes the requests: "boto3" or "obstore". The credentials
+    object written, where set. Objects of `multipart_threshold_bytes` and more go in requests of `part_bytes`, each
+    with a deadline of its own. `client` is the library that makes the requests: "boto3" or "obstore". The credentials
     need s3:ListBucket, or a missing block looks like a forbidden one.
     """
 
@@ -46,6 +47,8 @@ class S3Settings:
     sse_kms_key_id: str = ""
     storage_class: str = ""
     client: str = "boto3"
+    multipart_threshold_bytes: int = 64 << 20
+    part_bytes: int = 16 << 20
 
     def key(self, rest: str) -> str:
         """Return the key of an object of ours."""

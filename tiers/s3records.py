@@ -9,15 +9,16 @@ own record again.
 
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
 from tiers.base import Record
 from tiers.faults import FaultCounter
 from tiers.names import check_name
 from tiers.objects import ObjectStore, Page
+from tiers.s3calls import Runner
 from tiers.s3client import S3Settings
 from tiers.sealed import open_record, seal_record
 
@@ -35,10 +36,6 @@ _ESCAPED = re.compile(r"=([0-9A-F]{2})")
 _PLAIN = re.compile(r"[^A-Za-z0-9._/-]")
 
 
-class _Runner(Protocol):
-    def __call__(self, action: Callable[[float, int], _T]) -> _T: ...
-
-
 class S3Records:
     """A RecordStore in a bucket. Thread-safe. `run` makes requests as `S3Calls.run` does."""
 
@@ -46,7 +43,7 @@ class S3Records:
         self,
         settings: S3Settings,
         objects: ObjectStore,
-        run: _Runner,
+        run: Runner,
         faults: FaultCounter,
         keys: "KeyRing | None" = None,
     ) -> None:
