@@ -1,8 +1,8 @@
 """The clients of obstore, one for each time limit.
 
-obstore knows one time limit per client, for whole requests, and none per call. So there are up to sixteen clients, for
-sixteenths of `request_deadline_s`, and a request uses the longest that ends in time; the first try of each has all of
-it, so that usually there is one client. Credentials come from where boto3 finds them.
+obstore knows one time limit per client, for whole requests, and none per call. So there are up to sixteen clients, each
+with a sixteenth of `request_deadline_s` more than the one before, and a request uses the longest that ends in time; the
+first try of each has nearly all of it, so that usually there is one client. Credentials come from where boto3 finds them.
 """
 
 import os
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 # In the text of what obstore raises then.
 NO_CREDENTIALS: Final = "no credentials were found"
 _STEPS = 16
-# So that a request that begins a moment after its deadline was set still has all of it.
-_TOLERANCE = 0.05
 _CONNECT_TIMEOUT_S = 2.0
 _CREDENTIALS_LIVE = timedelta(minutes=5)
 _NAMES_OF_OPTIONS = {"ServerSideEncryption": "server_side_encryption", "SSEKMSKeyId": "sse_kms_key_id"}
@@ -46,12 +44,13 @@ class Stores:
     def until(self, deadline: float) -> "S3Store":
         """Return one whose requests end by `deadline`. Raises ObjectFault where that is too soon for any."""
         limit_s = self._settings.request_deadline_s
-        step = int(min(1.0, (deadline - self._clock()) / limit_s) * _STEPS + _TOLERANCE)
+        # Rounded: a first request, a moment after its deadline was set, must find the same client as all others.
+        step = int(min(1.0, (deadline - self._clock()) / limit_s) * _STEPS + 0.5)
         if step <= 0:
             raise ObjectFault("timeout", "no time left")
         with self._lock:
             if step not in self._stores:
-                self._stores[step] = self._make(limit_s * step / _STEPS)
+                self._stores[step] = self._make(limit_s * (step - 0.5) / _STEPS)
             return self._stores[step]
 
     def close(self) -> None:
