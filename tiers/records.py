@@ -20,6 +20,7 @@ from tiers.calls import RunningCalls
 from tiers.environment import DamagedEnvironment, lock_path, open_environment
 from tiers.faults import FaultCounter
 from tiers.names import check_name
+from tiers.scrub import Inspected, fault_of
 from tiers.sealed import check_record, open_record, seal_record
 
 if TYPE_CHECKING:
@@ -108,6 +109,24 @@ class LmdbRecords:
         check_name(name)
         with self._transaction(write=True) as transaction:
             return bool(transaction.delete(name.encode()))
+
+    def inspect(self, name: str) -> Inspected | None:
+        """As `InspectedRecords.inspect`."""
+        with self._transaction() as transaction:
+            value = transaction.get(name.encode())
+        if value is None:
+            return None
+        fault = fault_of(lambda: open_record(self._keys, name, value[_REVISION.size :]))
+        return Inspected(_tag(value), len(value), fault)
+
+    def delete_unchanged(self, name: str, etag: str) -> bool:
+        """As `InspectedRecords.delete_unchanged`."""
+        with self._transaction(write=True) as transaction:
+            value = transaction.get(name.encode())
+            if value is not None and _tag(value) != etag:
+                return False
+            transaction.delete(name.encode())
+        return True
 
     def close(self) -> None:
         """Wait for running calls, then close. Idempotent."""

@@ -36,7 +36,9 @@ from tiers.s3calls import S3Calls
 from tiers.s3client import S3Settings
 from tiers.s3large import LargeObjects
 from tiers.s3records import S3Records
+from tiers.s3scrub import S3Scrub
 from tiers.s3uploads import BotoUploads
+from tiers.scrub import Orders, Step
 
 __all__ = ["S3Settings", "S3Tier"]
 
@@ -66,6 +68,7 @@ class S3Tier:
         Raises ConfigError where a file cannot be read that the settings name.
         """
         self._settings = settings
+        self._codec = codec
         self.objects, uploads = _open(settings, clock)
         self._faults = FaultCounter("s3", clock)
         self._breaker = CircuitBreaker(clock=clock)
@@ -126,6 +129,12 @@ class S3Tier:
     def faults(self) -> dict[str, int]:
         """Return how often which fault was met since the start."""
         return self._faults.counts()
+
+    def scrub(self, orders: Orders, parallel: int = 1) -> Iterator[Step]:
+        """As `ScrubbedTier.scrub`; `parallel` objects are read at once."""
+        return S3Scrub(
+            self._settings, self.objects, self.run, self._codec, self.records, self.delete, orders, parallel
+        ).steps()
 
     def run(self, action: Callable[[float, int], _T]) -> _T:
         """Return `action(deadline, attempt)`, which asks `objects` for one thing; within the deadline of one request,

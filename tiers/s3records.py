@@ -20,6 +20,7 @@ from tiers.names import check_name
 from tiers.objects import ObjectStore, Page
 from tiers.s3calls import Runner
 from tiers.s3client import S3Settings
+from tiers.scrub import Inspected, fault_of
 from tiers.sealed import open_record, seal_record
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class S3Records:
         token: str | None = None
         while True:
             page: Page = self._run(partial(self._list, self._key_prefix(prefix), token))
-            names += [name for listed in page.objects if (name := self._name(listed.name)) is not None]
+            names += [name for listed in page.objects if (name := self.name_of(listed.name)) is not None]
             token = page.following
             if token is None:
                 break
@@ -94,6 +95,23 @@ class S3Records:
         if existed and self._run(lambda deadline, _attempt: self._objects.delete([key], deadline)):
             raise TierUnavailable("the bucket refuses to delete a record")
         return existed
+
+    def inspect(self, name: str) -> Inspected | None:
+        """As `InspectedRecords.inspect`."""
+        found = self._run(partial(self._get, self._key(name)))
+        if found is None:
+            return None
+        body, etag = found
+        return Inspected(etag, len(body), fault_of(lambda: open_record(self._keys, name, body[_DRAWN_BYTES:])))
+
+    def delete_unchanged(self, name: str, etag: str) -> bool:
+        """As `InspectedRecords.delete_unchanged`; what is written between the look and the deletion goes too, since
+        not every server deletes on a condition."""
+        found = self._run(partial(self._get, self._key(name)))
+        if found is not None and found[1] != etag:
+            return False
+        self.delete(name)
+        return True
 
     # ------------------------------------------------------------ one request each
 
@@ -136,7 +154,7 @@ class S3Records:
         # Character by character, so that the prefix of a name becomes the prefix of its key.
         return self._settings.key("records/" + _PLAIN.sub(lambda match: f"={ord(match[0]):02X}", prefix))
 
-    def _name(self, key: str) -> str | None:
+    def name_of(self, key: str) -> str | None:
         """Return the name of a key, or None where it is no record of ours."""
         start = self._settings.key("records/")
         if not key.startswith(start) or not key.endswith(_SUFFIX):

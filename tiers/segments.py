@@ -61,6 +61,24 @@ class Segment:
         return places
 
 
+class SlotMap:
+    """Some slots of some segments, a byte each."""
+
+    def __init__(self, taken: dict[int, bytearray]) -> None:
+        self._taken = taken
+
+    def clear(self, place: Place) -> None:
+        """Take a slot out; one that is not there already is none."""
+        slots = self._taken.get(place.segment)
+        if slots is not None and place.slot < len(slots):
+            slots[place.slot] = 0
+
+    def places(self) -> set[Place]:
+        return {
+            Place(segment, slot) for segment, slots in self._taken.items() for slot, is_in in enumerate(slots) if is_in
+        }
+
+
 class Segments:
     """All segment files of one folder.
 
@@ -83,6 +101,9 @@ class Segments:
         self._tickets: dict[int, None] = {}
         # Freed slots and the first ticket that could not have seen them in use, oldest first.
         self._limbo: deque[tuple[int, Place]] = deque()
+        # Slots whose block is still being written, and those that stay unused because the disk may be bad there.
+        self._unsettled: set[Place] = set()
+        self._withheld: set[Place] = set()
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
             self._load()
@@ -163,8 +184,32 @@ class Segments:
     def give_back(self, places: Sequence[Place]) -> None:
         """Free slots that no reader can know of."""
         with self._lock:
+            self._unsettled.difference_update(places)
             for place in places:
                 self._release(place)
+
+    def settle(self, places: Sequence[Place]) -> None:
+        """Take note that the index names these slots now."""
+        with self._lock:
+            self._unsettled.difference_update(places)
+
+    def withhold(self, places: Sequence[Place]) -> None:
+        """Keep slots of blocks that were deleted from being used again before the next start."""
+        with self._lock:
+            self._withheld.update(places)
+
+    def settled_slots(self) -> SlotMap:
+        """Return the slots that are taken and should be named by the index."""
+        with self._lock:
+            taken = SlotMap({segment.number: bytearray(segment.taken) for segment in self._segments.values()})
+            for place in (*self._unsettled, *self._withheld, *(place for _, place in self._limbo)):
+                taken.clear(place)
+        return taken
+
+    def file_names(self) -> set[str]:
+        """Return the names of the files that are in use."""
+        with self._lock:
+            return {segment.path.name for segment in self._segments.values()}
 
     def retire(self, places: Sequence[Place]) -> None:
         """Free slots of blocks that were deleted, durably, once no read that began before is left."""
@@ -251,6 +296,7 @@ class Segments:
                     break
                 if segment.record_bytes == record_bytes:
                     places += segment.take(count - len(places))
+            self._unsettled.update(places)
         return places
 
     def _add_segment(self, record_bytes: int) -> bool:

@@ -41,8 +41,10 @@ from tiers.index import BYTES_PER_ENTRY, IndexEntry, IndexFull, Place
 from tiers.pieces import PieceMover
 from tiers.reader import BlockReader
 from tiers.records import LmdbRecords
+from tiers.scrub import Orders, Step
 from tiers.segments import Segments
 from tiers.space import MIB, DiskSpace
+from tiers.ssdscrub import SsdScrub
 from tiers.writer import BlockWriter
 
 _CLOSE_WAIT_S = 30.0
@@ -155,6 +157,31 @@ class SsdTier:
         """Return how often which fault was met since the start, the drops at opening included."""
         return self._faults.counts()
 
+    def scrub(self, orders: Orders) -> Iterator[Step]:
+        """As `ScrubbedTier.scrub`."""
+        scrub = SsdScrub(
+            self._space.folder,
+            self._index,
+            self._segments,
+            self._codec,
+            self.records,
+            self._drop,
+            orders,
+        )
+        steps = scrub.steps(self.usage().blocks)
+        while True:
+            # Entered for each step, so that whoever leaves a walk half way does not keep the tier from closing.
+            with self._calls.enter() as is_open:
+                if not is_open:
+                    raise TierUnavailable("the SSD tier is closed")
+                try:
+                    step = next(steps)
+                except StopIteration:
+                    return
+                except IndexFull as error:
+                    raise TierUnavailable(str(error)) from error
+            yield step
+
     def taken_bytes(self) -> int:
         """Return what the folder takes up on the disk now, all files together: never more than `max_bytes`."""
         return self._space.taken_bytes()
@@ -229,6 +256,12 @@ class SsdTier:
                 keys = [entry.meta.key for entry in entries]
                 self._remove(keys, [entry.place for entry in entries], reuse=reuse)
 
+    def _drop(self, entries: Sequence[IndexEntry], reuse: bool) -> set[BlockKey]:
+        if not entries:
+            return set()
+        keys, places = [entry.meta.key for entry in entries], [entry.place for entry in entries]
+        return {entry.meta.key for entry in self._remove(keys, places, reuse=reuse) if entry is not None}
+
     # ------------------------------------------------------------ writing
 
     def _write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
@@ -285,6 +318,7 @@ class SsdTier:
             self._faults.count("index_full", detail=error)
         finally:
             unused = [entry for entry, ok in zip(entries.values(), inserted, strict=True) if not ok]
+            self._segments.settle([e.place for e, ok in zip(entries.values(), inserted, strict=True) if ok])
             self._segments.give_back([entry.place for entry in unused])
         for (index, entry), ok in zip(entries.items(), inserted, strict=True):
             outcomes[index] = Outcome.OK if ok else refused
@@ -335,8 +369,7 @@ class SsdTier:
             ]
         gone = [entry for entry in removed if entry is not None]
         self._count_blocks(-len(gone), -sum(record_size(entry.meta.payload_bytes) for entry in gone))
-        if reuse:
-            self._segments.retire([entry.place for entry in gone])
+        (self._segments.retire if reuse else self._segments.withhold)([entry.place for entry in gone])
         return removed
 
     def _count_blocks(self, num_blocks: int, num_bytes: int) -> None:
