@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.index import Ids, KeyIndex, Words, as_words
 from kvstore.store.columns import Columns
-from kvstore.store.index import Ids, KeyIndex, Words, as_words
 from tiers.base import RecoveredBatch
 
 _Rows = npt.NDArray[np.intp]

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.block import BlockMeta
+from kvstore.core.index import Ids, KeyIndex, as_words
 from kvstore.core.key import KEY_BYTES, BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import bulk
 from kvstore.store.columns import NO_NAMESPACE, NO_PARENT, STORED_TIERS, Columns, tier_bit
-from kvstore.store.index import Ids, KeyIndex, as_words
 from tiers.base import RecoveredBatch
 
 _MAX_REASONS = 65_536

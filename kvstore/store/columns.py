@@ -10,8 +10,8 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.index import Ids, KeyIndex
 from kvstore.core.outcome import TierKind
-from kvstore.store.index import Ids, KeyIndex
 
 STORED_TIERS: Final = (TierKind.RAM, TierKind.SSD, TierKind.S3)
 NO_PARENT: Final = -1

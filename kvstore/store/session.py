@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvstore.core.errors import ProtocolError
+from kvstore.core.index import Ids
 from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import TierKind
 from kvstore.store import record as records
 from kvstore.store.catalog import Catalog, NamespaceInfo
 from kvstore.store.columns import tier_bit
-from kvstore.store.index import Ids
 from kvstore.store.record import MAX_REVISION, MAX_TTL_S, SessionKey, SessionRecord
 from kvstore.wire import ErrorCode, SessionPut, SessionView
 

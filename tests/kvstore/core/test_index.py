@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.core.index import KeyIndex, as_words
 from kvstore.core.key import BlockKey, join_keys
-from kvstore.store.index import KeyIndex, as_words
 
 
 def key(number: int) -> BlockKey:
