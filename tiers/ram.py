@@ -4,22 +4,29 @@
                              |--abandon--> (absent)
 
 Covers: which slot holds which block, and the generation that guards it. Does not cover: who may write or read a slot
-(grants and leases belong to the store), checksums (bytes in RAM have not left our memory).
+(grants and leases belong to the store), checksums (bytes in RAM have not left our memory), which block to evict.
 The generation of a slot is bumped when it is reserved and again before it is given back, so whoever still copies from
 or to the old slot finds out afterwards.
+
+What is known of a block stands in columns by a dense row number: about 80 bytes a block with its key and its place in
+the allocator, where an object per block took 550 to 750.
 """
 
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.core.block import BlockMeta
+from kvstore.core.index import KeyIndex
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
 from tiers.region import Region
-from tiers.slots import SlotAllocator
+from tiers.slots import Cells, SlotAllocator
+
+_FREE, _WRITING, _READY = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +38,6 @@ class SlotRef:
     num_bytes: int
 
 
-@dataclass(slots=True)
-class _Entry:
-    meta: BlockMeta
-    slot: SlotRef
-    is_ready: bool
-
-
 class RamTier:
     """Implements `tiers.base.Tier` over a region that it does not own. Thread-safe; copies run outside the lock."""
 
@@ -45,7 +45,12 @@ class RamTier:
         self._region = region
         self._lock = threading.Lock()
         self._slots = SlotAllocator(region.data_bytes)
-        self._entries: dict[BlockKey, _Entry] = {}
+        self._index = KeyIndex()
+        # By row of the index; the slot's tag is the row.
+        self._states = bytearray()
+        self._offsets = array("Q")
+        self._payload_bytes = array("Q")
+        self._identities = array("q")
         self._faults: dict[str, int] = {}
 
     @property
@@ -69,14 +74,14 @@ class RamTier:
         Returns None where there is no room. Raises ValueError where the key is reserved or published already.
         """
         with self._lock:
-            if meta.key in self._entries:
+            if self._index.find(meta.key) >= 0:
                 raise ValueError(f"block {meta.key.hex()[:12]} has a slot already")
             return self._reserve(meta)
 
     def publish(self, key: BlockKey) -> None:
         """Make a reserved block visible; its bytes must be complete. Raises KeyError where it is not reserved."""
         with self._lock:
-            self._reserved(key).is_ready = True
+            self._states[self._reserved(key)] = _READY
 
     def abandon(self, key: BlockKey) -> None:
         """Give a reserved slot back unwritten; nobody may write to it any more. Raises KeyError where it is not
@@ -87,14 +92,46 @@ class RamTier:
     def slot(self, key: BlockKey) -> SlotRef | None:
         """Return where the published block lies, or None."""
         with self._lock:
-            entry = self._entries.get(key)
-            return entry.slot if entry is not None and entry.is_ready else None
+            row = self._ready(key)
+            return None if row < 0 else self._ref(row)
+
+    # ------------------------------------------------------------ room for a block of another size, for the store
+
+    def slab_start(self, key: BlockKey) -> int:
+        """Return which slab holds the block, published or reserved; -1 where none does."""
+        with self._lock:
+            row = self._index.find(key)
+            return -1 if row < 0 else self._slots.slab_start(self._offsets[row])
+
+    def has_other_sizes(self, num_bytes: int) -> bool:
+        """Whether there are slots of another size than a block of `num_bytes` gets."""
+        with self._lock:
+            return self._slots.has_other_sizes(num_bytes)
+
+    def cells(self, slab_start: int | None, num_bytes: int) -> Cells:
+        """As `SlotAllocator.cells`; empty where no slab begins there (any more)."""
+        with self._lock:
+            return self._slots.cells(slab_start, num_bytes)
+
+    def block_at(self, offset: int) -> BlockKey | None:
+        """Return the published block whose slot begins at `offset`; None for a reserved or free one."""
+        with self._lock:
+            try:
+                row = self._slots.tag_of(offset)
+            except KeyError:
+                return None
+            return self._index.key(row) if self._states[row] == _READY else None
+
+    def carve(self, start: int, end: int) -> bool:
+        """As `SlotAllocator.carve`: make one run of what was cleared between two borders of cells."""
+        with self._lock:
+            return self._slots.carve(start, end)
 
     # ------------------------------------------------------------ Tier
 
     def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         with self._lock:
-            return [Outcome.MISS if (e := self._entries.get(k)) is None or not e.is_ready else Outcome.OK for k in keys]
+            return [Outcome.MISS if self._ready(key) < 0 else Outcome.OK for key in keys]
 
     def read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
         check_lengths(blocks, into)
@@ -109,18 +146,16 @@ class RamTier:
         outcomes = []
         with self._lock:
             for key in keys:
-                entry = self._entries.get(key)
-                if entry is None or not entry.is_ready:
-                    outcomes.append(Outcome.MISS)
-                    continue
-                self._free(entry)
-                outcomes.append(Outcome.OK)
+                row = self._ready(key)
+                if row >= 0:
+                    self._free(row)
+                outcomes.append(Outcome.MISS if row < 0 else Outcome.OK)
         return outcomes
 
     def usage(self) -> Usage:
         """Counts reserved slots as used."""
         with self._lock:
-            return Usage(len(self._entries), self._slots.used_bytes, self._slots.total_bytes)
+            return Usage(len(self._index), self._slots.used_bytes, self._slots.total_bytes)
 
     def recover_batches(self) -> Iterator[RecoveredBatch]:
         """Yields nothing: each boot has a new region."""
@@ -135,33 +170,35 @@ class RamTier:
         """Does nothing: the region belongs to whoever made it."""
 
     def check_integrity(self) -> None:
-        """Assert that every slot belongs to exactly one block and shows the generation it was given."""
+        """Assert that every slot belongs to exactly one block, which knows it, and that none is lost."""
         with self._lock:
             self._slots.check_integrity()
-            offsets = {entry.slot.offset for entry in self._entries.values()}
-            assert len(offsets) == len(self._entries), "two blocks share a slot"
-            for entry in self._entries.values():
-                assert self._region.generation(entry.slot.offset) == entry.slot.generation
+            rows = [row for row, state in enumerate(self._states) if state != _FREE]
+            assert len(rows) == len(self._index), "a row is lost"
+            assert self._slots.num_used == len(rows), "a slot belongs to nobody"
+            for row in rows:
+                assert self._index.find(self._index.key(row)) == row
+                assert self._slots.tag_of(self._offsets[row]) == row, "two blocks share a slot"
 
     # ------------------------------------------------------------ helpers
 
     def _read_one(self, meta: BlockMeta, view: memoryview) -> Outcome:
         with self._lock:
-            entry = self._entries.get(meta.key)
-            if entry is None or not entry.is_ready:
+            row = self._ready(meta.key)
+            if row < 0:
                 return Outcome.MISS
-            if entry.meta != meta:
-                self._free(entry)
+            if self._payload_bytes[row] != meta.payload_bytes or self._identities[row] != _identity(meta):
+                self._free(row)
                 self._faults["corrupt"] = self._faults.get("corrupt", 0) + 1
                 return Outcome.CORRUPT
-            slot = entry.slot
+            slot = self._ref(row)
         view[:] = self._region.view(slot.offset, slot.num_bytes)
         # Deleted while it was copied: the bytes may be another block's by now.
         return Outcome.OK if self._region.generation(slot.offset) == slot.generation else Outcome.MISS
 
     def _write_one(self, meta: BlockMeta, payload: memoryview) -> Outcome:
         with self._lock:
-            if meta.key in self._entries:
+            if self._index.find(meta.key) >= 0:
                 return Outcome.EXISTS
             slot = self._reserve(meta)
         if slot is None:
@@ -174,18 +211,42 @@ class RamTier:
         offset = self._slots.allocate(meta.payload_bytes)
         if offset is None:
             return None
-        slot = SlotRef(offset, self._region.bump(offset), meta.payload_bytes)
-        self._entries[meta.key] = _Entry(meta, slot, is_ready=False)
-        return slot
+        row = self._index.add(meta.key)
+        if row == len(self._states):
+            self._states.append(_FREE)
+            for column in (self._offsets, self._payload_bytes, self._identities):
+                column.append(0)
+        self._slots.tag(offset, row)
+        self._states[row] = _WRITING
+        self._offsets[row] = offset
+        self._payload_bytes[row] = meta.payload_bytes
+        self._identities[row] = _identity(meta)
+        return SlotRef(offset, self._region.bump(offset), meta.payload_bytes)
 
-    def _reserved(self, key: BlockKey) -> _Entry:
-        entry = self._entries.get(key)
-        if entry is None or entry.is_ready:
+    def _ref(self, row: int) -> SlotRef:
+        offset = self._offsets[row]
+        # Nobody else bumps it, so while the row holds the slot it is the slot's.
+        return SlotRef(offset, self._region.generation(offset), self._payload_bytes[row])
+
+    def _ready(self, key: BlockKey) -> int:
+        row = self._index.find(key)
+        return row if row >= 0 and self._states[row] == _READY else -1
+
+    def _reserved(self, key: BlockKey) -> int:
+        row = self._index.find(key)
+        if row < 0 or self._states[row] != _WRITING:
             raise KeyError(f"block {key.hex()[:12]} is not reserved")
-        return entry
+        return row
 
-    def _free(self, entry: _Entry) -> None:
+    def _free(self, row: int) -> None:
         # Before the slot can be reused: see the module's text.
-        self._region.bump(entry.slot.offset)
-        del self._entries[entry.meta.key]
-        self._slots.free(entry.slot.offset)
+        offset = self._offsets[row]
+        self._region.bump(offset)
+        self._states[row] = _FREE
+        self._index.remove(row)
+        self._slots.free(offset)
+
+
+def _identity(meta: BlockMeta) -> int:
+    """64 bits of what must agree beside the key, which names the bytes already: this finds mistakes, not forgers."""
+    return hash((meta.parent, meta.namespace, meta.depth))
