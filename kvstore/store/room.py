@@ -11,17 +11,23 @@ from collections.abc import Callable, Iterable
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store.catalog import Catalog
+from kvstore.store.clearing import Clearing
 from kvstore.store.columns import tier_bit
 from kvstore.store.link import WorkerLink
 from policies.base import EvictionPolicy, Ids
 from policies.eviction.lru import Lru
 from tiers.ram import RamTier, SlotRef
+from tiers.slots import slot_size
 
 _SLOWER = tier_bit(TierKind.SSD) | tier_bit(TierKind.S3)
 # A delete that the tier could not carry out is tried again after these.
 _DELETE_AGAIN_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 # No more than this share of the SSD is given up at once.
 _SSD_SHARE_AT_ONCE = 16
+
+# By so many of the coldest blocks, in no more than this share of RAM, it is told where most of them lie.
+_COLDEST_BLOCKS = 256
+_COLDEST_SHARE = 16
 
 Deleted = Callable[[TierKind, bool], None]
 
@@ -64,8 +70,12 @@ class Room:
         self._links = links
         self._is_awaited = is_awaited
         self._clock = clock
+        in_ram = _View(catalog, TierKind.RAM, self._is_only_copy)
+        self._clearing = Clearing(
+            ram, catalog.find, in_ram.pinned, lambda victim: self.free_ram(victim, "evicted"), clock
+        )
         self.policies: dict[TierKind, EvictionPolicy] = {
-            TierKind.RAM: Lru(_View(catalog, TierKind.RAM, self._is_only_copy)),
+            TierKind.RAM: Lru(in_ram),
             TierKind.SSD: Lru(_View(catalog, TierKind.SSD, lambda block: False)),
         }
         self.evicted = dict.fromkeys((TierKind.RAM, TierKind.SSD, TierKind.S3), 0)
@@ -79,16 +89,8 @@ class Room:
         """Return a slot for the block, evicting as much as it takes; None where everything in RAM has to stay."""
         meta = self._catalog.meta(block)
         slot = self._ram.reserve(meta)
-        needed_bytes = meta.payload_bytes
-        while slot is None:
-            victims = self.policies[TierKind.RAM].victims(needed_bytes)
-            if not victims:
-                return None
-            for victim in victims:
-                self.free_ram(victim, "evicted")
+        if slot is None and self._make_room(meta.payload_bytes):
             slot = self._ram.reserve(meta)
-            # Freed slots of another size help only once a whole slab of them is free.
-            needed_bytes *= 2
         return slot
 
     def keep_below(self, high: float, low: float) -> None:
@@ -148,6 +150,24 @@ class Room:
             action()
 
     # ------------------------------------------------------------ private
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict what is in the way of one slot: the coldest block of its size if that is among those that would go
+        next, else a run of neighbours."""
+        policy = self.policies[TierKind.RAM]
+        coldest = policy.victims(num_bytes)
+        for victim in coldest:
+            if slot_size(self._catalog.size_bytes(victim)) == slot_size(num_bytes):
+                self.free_ram(victim, "evicted")
+                return True
+        if coldest:
+            # More of them, so that it shows where they lie, but not so many that it is everywhere.
+            more_bytes = _COLDEST_BLOCKS * self._catalog.size_bytes(coldest[0])
+            enough_bytes = max(2 * num_bytes, (self._ram.usage().capacity_bytes or 0) // _COLDEST_SHARE)
+            coldest = max(coldest, policy.victims(min(more_bytes, enough_bytes)), key=len)
+        elif not self._ram.has_other_sizes(num_bytes):
+            return False  # a run of its own size would be a slot
+        return self._clearing.clear(num_bytes, [self._catalog.key(victim) for victim in coldest])
 
     def _delete(self, tier: TierKind, block: int, done: Deleted | None, tries: int) -> None:
         link = self._links[tier]
