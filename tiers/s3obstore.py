@@ -163,6 +163,8 @@ def _fill(places: Iterable[memoryview], chunks: Iterable[memoryview]) -> None:
             place[filled : filled + num_bytes] = chunk[:num_bytes]
             chunk = chunk[num_bytes:]
             filled += num_bytes
+    # Takes note of the end of the body, so that the connection can serve the next request.
+    next(incoming, None)
 
 
 def _fault(error: Exception) -> ObjectFault:

