@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kernels.quantized import QUANTIZED_DTYPES, QuantizedDtype, payload_bytes_of
 from tiers.hbm import HbmTier
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,20 +138,43 @@ def _print_on_device(shape: Shape, num_blocks: int) -> None:
     copy.show("copy on the device")
     _Rates(_device_seconds(lambda: gather(pool, order, payloads)), moved_bytes).show("gather", copy)
     _Rates(_device_seconds(lambda: scatter(payloads, order, pool)), moved_bytes).show("scatter", copy)
+    for store_dtype in QUANTIZED_DTYPES:
+        _print_quantising(pool, order, store_dtype, copy)
+
+
+def _print_quantising(pool: torch.Tensor, order: torch.Tensor, store_dtype: QuantizedDtype, copy: "_Rates") -> None:
+    from kernels.quantize import dequantize_scatter, quantize_gather
+
+    payload_bytes = payload_bytes_of(pool, order.shape[1], store_dtype)
+    payloads = torch.empty(len(order), payload_bytes, dtype=torch.uint8, device="cuda")
+    moved_bytes = pool.nbytes + payloads.nbytes
+    out = _device_seconds(lambda: quantize_gather(pool, order, payloads, store_dtype))
+    _Rates(out, moved_bytes).show(f"gather, quantised to {store_dtype}", copy)
+    into = _device_seconds(lambda: dequantize_scatter(payloads, order, pool, store_dtype))
+    _Rates(into, moved_bytes).show(f"scatter, dequantised from {store_dtype}", copy)
 
 
 def _print_to_host(shape: Shape, num_blocks: int) -> None:
     # One copy after the other crosses the link; a quarter of the bytes is plenty there.
     num_blocks = max(1, num_blocks // 4)
     pool = _random_pool(shape, num_blocks)
-    tier = HbmTier(pool, shape.per_block * shape.pool_block_tokens)
     order = torch.randperm(num_blocks * shape.per_block).view(num_blocks, shape.per_block).tolist()
-    moved_bytes = num_blocks * shape.block_bytes
     flat = pool.view(torch.uint8).flatten()
     pinned = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-    out = _Rates(_device_seconds(lambda: pinned.copy_(flat, non_blocking=True)), moved_bytes)
-    into = _Rates(_device_seconds(lambda: flat.copy_(pinned, non_blocking=True)), moved_bytes)
-    with _slots(tier, num_blocks) as slots:
+    out = _Rates(_device_seconds(lambda: pinned.copy_(flat, non_blocking=True)), pool.nbytes)
+    into = _Rates(_device_seconds(lambda: flat.copy_(pinned, non_blocking=True)), pool.nbytes)
+    out.show("one pinned copy to the host")
+    into.show("one pinned copy to the device")
+    for store_dtype in (None, *QUANTIZED_DTYPES):
+        tier = HbmTier(pool, shape.per_block * shape.pool_block_tokens, store_dtype)
+        _print_tier(tier, order, pool.nbytes, f" ({store_dtype})" if store_dtype else "", out, into)
+
+
+def _print_tier(
+    tier: HbmTier, order: list[list[int]], pool_bytes: int, suffix: str, out: "_Rates", into: "_Rates"
+) -> None:
+    """Rates are of the pool's bytes, also where fewer cross the link."""
+    with _slots(tier, len(order)) as slots:
 
         def store() -> None:
             for group, slot in zip(order, slots, strict=True):
@@ -160,10 +184,8 @@ def _print_to_host(shape: Shape, num_blocks: int) -> None:
             for group, slot in zip(order, slots, strict=True):
                 tier.scatter(slot, group)
 
-        out.show("one pinned copy to the host")
-        _Rates(_host_seconds(store), moved_bytes).show("HBM tier, block by block, to the host", out)
-        into.show("one pinned copy to the device")
-        _Rates(_host_seconds(load), moved_bytes).show("HBM tier, block by block, to the device", into)
+        _Rates(_host_seconds(store), pool_bytes).show(f"HBM tier, by blocks, to the host{suffix}", out)
+        _Rates(_host_seconds(load), pool_bytes).show(f"HBM tier, by blocks, to the device{suffix}", into)
 
 
 @contextlib.contextmanager

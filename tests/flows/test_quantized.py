@@ -92,6 +92,13 @@ def test_a_quantised_prefix_comes_back_smaller_and_nearly_as_it_was(
         near = engine.prefix()
         assert not torch.equal(near, exact)
         assert float((near - exact).norm() / exact.norm()) < {"int8": 0.01, "fp8": 0.04}[store_dtype]
+        daemon.wait_written()
+        with contextlib.closing(daemon.console()) as console:
+            console.evict(["ram"])
+        engine.drop()
+        _, request = engine.complete()
+        assert request.served[TierKind.SSD] == 20 * BLOCK_TOKENS
+        assert torch.equal(engine.prefix(), near)
         # Greedy tokens of this model and prompt; on others they may differ, see docs/engine.md.
         assert fetched == computed
         # head_dim 12: 12 codes and 2 bytes of scale where there were 48 bytes.
