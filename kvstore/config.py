@@ -110,6 +110,11 @@ class S3Config(Section, frozen=True, kw_only=True):
     multipart_threshold_bytes: Size = field(name="multipart_threshold", default=64 * MIB)
     part_bytes: Size = field(name="part_size", default=16 * MIB)
     discover: Flag = True
+    write: Literal["sessions", "all"] = "sessions"
+    max_bytes: AnySize = 0
+    tombstone_poll_s: Duration = field(name="tombstone_poll", default=30.0)
+    sweep_every_s: Duration = field(name="sweep_every", default=900.0)
+    orphan_grace_s: Duration = field(name="orphan_grace", default=3600.0)
 
     @property
     def enabled(self) -> bool:

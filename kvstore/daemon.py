@@ -184,6 +184,7 @@ class Daemon:
             epoch=self._epoch,
             ssd=config.ssd if is_ssd else None,
             s3=None if is_ssd else config.s3,
+            ttl_s=config.sessions.ttl_s,
             encryption=config.encryption,
         )
         return WorkerLink(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
 from tiers.base import Record
 from tiers.faults import FaultCounter
+from tiers.inventory import ListedRecord, RecordPage
 from tiers.names import check_name
 from tiers.objects import ObjectStore, Page
 from tiers.s3calls import Runner
@@ -81,12 +82,22 @@ class S3Records:
         names: list[str] = []
         token: str | None = None
         while True:
-            page: Page = self._run(partial(self._list, self._key_prefix(prefix), token))
-            names += [name for listed in page.objects if (name := self.name_of(listed.name)) is not None]
+            page = self.page(prefix, token)
+            names += [listed.name for listed in page.records]
             token = page.following
             if token is None:
                 break
         yield from sorted(names)
+
+    def page(self, prefix: str, following: str | None) -> RecordPage:
+        """Some of the records whose names begin with `prefix`, with their tags; one request."""
+        page: Page = self._run(partial(self._list, self._key_prefix(prefix), following))
+        found = [
+            ListedRecord(name, listed.etag, listed.modified_s)
+            for listed in page.objects
+            if (name := self.name_of(listed.name)) is not None
+        ]
+        return RecordPage(found, page.following)
 
     def delete(self, name: str) -> bool:
         check_name(name)

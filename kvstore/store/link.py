@@ -73,6 +73,8 @@ class WorkerLink:
         self.failure = ""
         self.is_fatal = False
         self.level = ops.Level(0, 0, None, {})
+        self.bucket = ops.BucketLevel()
+        self.on_tombstones: Callable[[list[bytes]], None] = lambda _: None
         self.bytes_in = 0
         self.bytes_out = 0
         self._settings = settings
@@ -290,6 +292,10 @@ class WorkerLink:
                 _log.error("%s: %s", self.kind.label, reply.message)
             case ops.Level():
                 self.level = reply
+            case ops.BucketLevel():
+                self.bucket = reply
+            case ops.Tombstones():
+                self.on_tombstones(reply.records)
             case ops.Recovered():
                 self._on_recovered(reply)
                 if reply.done:

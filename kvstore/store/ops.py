@@ -153,7 +153,28 @@ class Level(msgspec.Struct, frozen=True, tag=True):
     state: str = "ok"
 
 
-Reply = Ready | Failed | Result | Recovered | Level
+class Tombstones(msgspec.Struct, frozen=True, tag=True):
+    """Sessions that were deleted, as `tombstone.py` encodes them; each is told once in a worker's life, or more."""
+
+    records: list[bytes]
+
+
+class BucketLevel(msgspec.Struct, frozen=True, tag=True):
+    """What keeping the bucket in order has come to. `has_lease`: this daemon does it. `num_blocks` and `num_bytes` are
+    those of the last whole sweep, `swept_s` when that ended (0: never) and `sweep_took_s` how long it took;
+    `num_sessions` as last read. `deleted` counts by reason since the worker started. `waits`: why it is not done."""
+
+    has_lease: bool = False
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_sessions: int = 0
+    swept_s: float = 0.0
+    sweep_took_s: float = 0.0
+    deleted: dict[str, int] = msgspec.field(default_factory=dict)
+    waits: str = ""
+
+
+Reply = Tombstones | BucketLevel | Ready | Failed | Result | Recovered | Level
 
 encoder = msgspec.msgpack.Encoder()
 op_decoder: msgspec.msgpack.Decoder[list[Op]] = msgspec.msgpack.Decoder(list[Op])

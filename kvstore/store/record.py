@@ -80,19 +80,28 @@ def record_name(key: SessionKey) -> str:
     return RECORD_PREFIX + hasher.hexdigest()
 
 
+def seal(magic: bytes, body: bytes) -> bytes:
+    return _SEAL.pack(magic, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unseal(magic: bytes, data: bytes) -> bytes | None:
+    """Return the body, None where `data` does not begin with this magic of 8 bytes, or is not whole."""
+    if len(data) < _SEAL.size:
+        return None
+    found, checksum = _SEAL.unpack_from(data)
+    body = data[_SEAL.size :]
+    return body if found == magic and checksum == xxhash.xxh3_64_intdigest(body) else None
+
+
 def encode(record: SessionRecord) -> bytes:
-    body = msgspec.msgpack.encode(record)
-    return _SEAL.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body
+    return seal(_MAGIC, msgspec.msgpack.encode(record))
 
 
 def decode(data: bytes) -> SessionRecord | None:
     """Return None for what is no session record of this version, or not whole: it counts as missing, never as a fault
     of ours."""
-    if len(data) < _SEAL.size:
-        return None
-    magic, checksum = _SEAL.unpack_from(data)
-    body = data[_SEAL.size :]
-    if magic != _MAGIC or checksum != xxhash.xxh3_64_intdigest(body):
+    body = unseal(_MAGIC, data)
+    if body is None:
         return None
     try:
         record = _decoder.decode(body)

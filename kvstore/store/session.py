@@ -272,6 +272,9 @@ class SessionTable:
     def is_expired(self, session: Session) -> bool:
         return session.expires_s is not None and session.expires_s <= self._wall_clock()
 
+    def now_s(self) -> float:
+        return self._wall_clock()
+
     def age_s(self, session: Session) -> float:
         """Seconds since the session's last turn."""
         return self._wall_clock() - session.last_turn_s

@@ -12,6 +12,7 @@ import msgspec
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store import record as records
+from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog
 from kvstore.store.demoter import Demoter
 from kvstore.store.link import WorkerLink
@@ -52,6 +53,7 @@ class SessionReader:
         table: SessionTable,
         links: dict[TierKind, WorkerLink],
         removals: SessionRemovals,
+        burials: Burials,
         demoter: Demoter | None,
         on_fault: Callable[[str], None],
         on_lost: Callable[[Session], None],
@@ -61,6 +63,7 @@ class SessionReader:
         self._table = table
         self._links = links
         self._removals = removals
+        self._burials = burials
         self._demoter = demoter
         self._on_fault = on_fault
         self._on_lost = on_lost
@@ -137,11 +140,13 @@ class SessionReader:
     def adopt_from_bucket(self, key: SessionKey, found: ops.Result) -> bool:
         """Make the bucket's record the session's state; return whether that was done.
 
-        Not where ours has turns that the bucket lacks: the next put settles that.
+        Not where ours has turns that the bucket lacks: the next put settles that. Not where the session was deleted.
         """
         record = records.decode(found.data)
         if record is None or record.session_key != key:
             self._on_fault("session_record_unreadable")
+            return False
+        if self._burials.covers(record):
             return False
         session = self._table.get(key)
         revision = record.revision
@@ -153,6 +158,8 @@ class SessionReader:
         record = msgspec.structs.replace(record, revision=revision, s3_revision=revision, s3_etag=found.etag)
         session = self._table.adopt(record, ssd_revision=0)
         self._mark_in_bucket(session, record.s3_blocks)
+        for block in session.blocks[record.s3_blocks :].tolist():
+            self._catalog.set_absent(block, TierKind.S3, "evicted")
         self._table.mark_dirty(session.key)
         return True
 

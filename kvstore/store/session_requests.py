@@ -10,6 +10,9 @@ from kvstore import wire
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store import tombstone
+from kvstore.store.bucket_known import BucketKnown
+from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog, NamespaceInfo
 from kvstore.store.demoter import Demoter
 from kvstore.store.fetch import Reply
@@ -39,6 +42,7 @@ class SessionRequests:
         links: dict[TierKind, WorkerLink],
         demoters: dict[TierKind, Demoter],
         room: Room,
+        known: BucketKnown,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
@@ -47,11 +51,18 @@ class SessionRequests:
         self._links = links
         self._demoters = demoters
         self._room = room
+        self._known = known
         self._clock = clock
         to_bucket = demoters.get(TierKind.S3)
+        self._on_fault = on_fault
+        self._burials = Burials()
         self._removals = SessionRemovals(links, on_fault, clock)
-        self._reader = SessionReader(catalog, table, links, self._removals, to_bucket, on_fault, self._forget)
-        self._sync = SessionSync(catalog, table, links, self._reader, self._removals, to_bucket, on_fault, clock)
+        self._reader = SessionReader(
+            catalog, table, links, self._removals, self._burials, to_bucket, on_fault, self._forget
+        )
+        self._sync = SessionSync(
+            catalog, table, links, self._reader, self._removals, self._burials, to_bucket, on_fault, clock
+        )
         # Blocks that are to be deleted everywhere but are in use; each is pinned once by us.
         self._doomed: set[int] = set()
         self._expiring: set[SessionKey] = set()
@@ -98,7 +109,18 @@ class SessionRequests:
         self._sync.drain()
 
     def recover(self, data: bytes) -> None:
-        self._reader.recover(data)
+        """Enter a record that was found on SSD, or go on with a deletion that a predecessor of ours began."""
+        stone = tombstone.decode(data)
+        if stone is None:
+            self._reader.recover(data)
+        else:
+            self._buried(data)
+            self._removals.resume(stone)
+
+    def buried(self, tombstones: Collection[bytes]) -> None:
+        """The bucket has these tombstones: another daemon, or this one, has deleted the sessions."""
+        for data in tombstones:
+            self._buried(data)
 
     # ------------------------------------------------------------ requests
 
@@ -153,6 +175,20 @@ class SessionRequests:
 
     # ------------------------------------------------------------ private
 
+    def _buried(self, data: bytes) -> None:
+        stone = tombstone.decode(data)
+        if stone is None:
+            self._on_fault("tombstone_unreadable")
+            return
+        is_new = self._burials.remember(stone)
+        session = self._table.get(stone.session_key)
+        if session is None:
+            return
+        if stone.covers(session.key, session.created_s, session.revision):
+            self._drop(session, self._links.keys() & {TierKind.SSD}, None)
+        elif is_new and session.created_s == stone.created_s:
+            self._begin_anew(session)
+
     def _expire_unless_newer(self, session: Session, now: float) -> None:
         """The session may have gone on at another daemon, and then it is that one's to end."""
         if session.key in self._expiring or now - session.checked_at < _EXPIRY_CHECK_EVERY_S:
@@ -171,12 +207,30 @@ class SessionRequests:
 
     def _forget(self, session: Session) -> None:
         """Know the session no more. Its blocks stay where they are, as long as they are not evicted."""
-        self._removals.remove(session, self._links.keys() & {TierKind.SSD}, lambda: None)
+        self._removals.remove(session, self._links.keys() & {TierKind.SSD}, None, lambda: None)
         for block in self._table.remove(session):
+            if self._catalog.resident(block, TierKind.S3):
+                self._known.add(block)
             self._catalog.unpin(block)
 
     def _delete(self, session: Session, done: Callable[[int], None] = lambda _: None) -> None:
         """Delete the record and the blocks that no other session holds; `done` is told how many those are."""
+        stone = None
+        if TierKind.S3 in self._links:
+            keys = b"".join(map(self._catalog.key, session.blocks.tolist()))
+            stone = tombstone.make_tombstone(
+                session.key, session.created_s, session.revision, keys, session.ttl_s, self._table.now_s()
+            )
+            self._burials.remember(stone)
+        self._drop(session, self._links.keys(), stone, done)
+
+    def _drop(
+        self,
+        session: Session,
+        tiers: Collection[TierKind],
+        stone: tombstone.Tombstone | None,
+        done: Callable[[int], None] = lambda _: None,
+    ) -> None:
         alone = self._table.remove(session)
         for block in alone:
             for demoter in self._demoters.values():
@@ -185,19 +239,28 @@ class SessionRequests:
                 self._catalog.unpin(block)  # pinned for the same reason already
         self._doomed.update(alone)
         self._delete_doomed()
-        self._removals.remove(session, self._links.keys(), lambda: done(len(alone)))
+        self._removals.remove(session, tiers, stone, lambda: done(len(alone)))
+
+    def _begin_anew(self, session: Session) -> None:
+        """What the session goes on from was deleted elsewhere: for the bucket it is a new one."""
+        session.s3_revision, session.s3_etag = 0, ""
+        for block in session.blocks.tolist():
+            self._catalog.set_absent(block, TierKind.S3, "deleted")
+        self._demoters[TierKind.S3].may_exist.update(session.blocks.tolist())
+        self._table.mark_dirty(session.key)
 
     def _delete_doomed(self) -> None:
-        """Delete, in every tier, the blocks of deleted sessions that nobody uses any more."""
+        """Delete, in our tiers, the blocks of deleted sessions that nobody uses any more. In the bucket others may use
+        them: there whoever holds the lease does it, by the tombstone."""
         for block in list(self._doomed):
             if self._catalog.session_refs(block):
                 self._doomed.discard(block)  # a new session has come to share it
                 self._catalog.unpin(block)
             elif self._catalog.pins(block) == 1 and not self._catalog.writing(block):
                 self._doomed.discard(block)
-                for tier in (TierKind.SSD, TierKind.S3):
-                    if self._catalog.resident(block, tier) and tier in self._links:
-                        self._room.delete(tier, [block], "deleted")
+                self._catalog.set_absent(block, TierKind.S3, "deleted")
+                if self._catalog.resident(block, TierKind.SSD) and TierKind.SSD in self._links:
+                    self._room.delete(TierKind.SSD, [block], "deleted")
                 if self._catalog.resident(block, TierKind.RAM):
                     self._room.free_ram(block, "deleted")
                 self._catalog.unpin(block)

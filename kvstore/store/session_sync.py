@@ -13,6 +13,7 @@ import numpy as np
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store import record as records
+from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog
 from kvstore.store.columns import tier_bit
 from kvstore.store.demoter import Demoter
@@ -41,6 +42,7 @@ class SessionSync:
         links: dict[TierKind, WorkerLink],
         reader: SessionReader,
         removals: SessionRemovals,
+        burials: Burials,
         demoter: Demoter | None,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
@@ -50,6 +52,7 @@ class SessionSync:
         self._links = links
         self._reader = reader
         self._removals = removals
+        self._burials = burials
         self._demoter = demoter
         self._on_fault = on_fault
         self._clock = clock
@@ -223,7 +226,7 @@ class SessionSync:
             self._failed(TierKind.S3)
             return
         theirs = records.decode(found.data)
-        if theirs is None or record.continues(theirs):
+        if theirs is None or record.continues(theirs) or self._burials.covers(theirs):
             session.s3_etag = found.etag  # the next pump replaces it
             return
         mine = self._table.cached(session.key)

@@ -62,4 +62,20 @@ def slow_tier_stats(
         "bytes_out": link.bytes_out,
         "evicted_blocks": room.evicted[tier],
         "queue": len(demoter),
+        **({"bucket": bucket_level(link)} if tier == TierKind.S3 else {}),
+    }
+
+
+def bucket_level(link: WorkerLink) -> dict[str, object]:
+    """What is in the bucket, whoever put it there, and what keeping it in order has come to."""
+    level = link.bucket
+    return {
+        "has_lease": level.has_lease,
+        "blocks": level.num_blocks if level.swept_s else None,
+        "bytes": level.num_bytes if level.swept_s else None,
+        "sessions": level.num_sessions,
+        "swept_s": level.swept_s,
+        "sweep_took_s": round(level.sweep_took_s, 3),
+        "deleted": level.deleted,
+        "waits": level.waits,
     }

@@ -28,7 +28,6 @@ from kvstore.store.grants import Grants
 from kvstore.store.lease import MAX_LEASES, LeaseTable
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
-from kvstore.store.record import RECORD_PREFIX
 from kvstore.store.room import Room
 from kvstore.store.session import SessionTable
 from kvstore.store.session_requests import SessionRequests
@@ -45,6 +44,8 @@ _EXPIRY_EVERY_S = 5.0
 _BUSY_RETRY_S = 0.05
 # So many blocks before anything has to grow, which takes the control thread about 0.2 s; unused rows take no memory.
 _CAPACITY = 1 << 20
+# Sessions, and the tombstones of those whose deletion the bucket has not been told of.
+_ALL_RECORDS = ""
 # About 30 ms of the control thread.
 MAX_BLOCKS_PER_STORE = 1024
 
@@ -98,8 +99,10 @@ class Store:
             wall_clock=wall_clock,
         )
         self.sessions = SessionRequests(
-            self._session_table, catalog, links, self._demoters, self._room, self._errors.add, clock
+            self._session_table, catalog, links, self._demoters, self._room, self._known, self._errors.add, clock
         )
+        if TierKind.S3 in links:
+            links[TierKind.S3].on_tombstones = self.sessions.buried
         self._next_liveness = self._next_housekeeping = self._next_expiry = 0.0
         self._was_ready = dict.fromkeys(links, False)
         self.is_recovered = TierKind.SSD not in links
@@ -350,7 +353,7 @@ class Store:
     def _on_ssd_ready(self, link: WorkerLink) -> None:
         """The SSD tier has been opened, at the start or again: learn what it holds, and copy what it missed."""
         if not self.is_recovered:
-            link.record(ops.Recover(link.next_op(), RECORD_PREFIX), self._on_recovered)
+            link.record(ops.Recover(link.next_op(), _ALL_RECORDS), self._on_recovered)
         self._write_down(self._catalog.blocks_only_in_ram())
 
     def _on_recovered(self, result: ops.Result) -> None:

@@ -33,9 +33,12 @@ from kvstore.core.outcome import Outcome
 from kvstore.process import end_with_parent
 from kvstore.store import ops
 from kvstore.store.encryption import load_keys
+from kvstore.store.janitor import Janitor, JanitorSettings
 from kvstore.store.prefix_search import PrefixSearch
+from kvstore.store.tombstone import TOMBSTONE_PREFIX
 from tiers.base import Record, RecordStore, Tier, Usage
 from tiers.codec import Codec
+from tiers.inventory import Inventory
 from tiers.region import Region
 
 _log = logging.getLogger(__name__)
@@ -44,10 +47,12 @@ _RECOVERED_AHEAD = 4
 _RECORD_BYTES_PER_MESSAGE = 256 << 10
 _LOOK_EVERY_S = 0.5
 _SSD_BATCH_BYTES = 32 << 20
+# Its last request may be under way; the daemon waits for all of a worker's end only so long.
+_JANITOR_STOP_S = 2.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """`parent` is the process that the worker must not outlive."""
+    """`parent` is the process that the worker must not outlive; `ttl_s` is that of sessions."""
 
     tier: Literal["ssd", "s3"]
     socket: str
@@ -58,6 +63,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     ssd: SsdConfig | None = None
     s3: S3Config | None = None
     encryption: EncryptionConfig = EncryptionConfig()
+    ttl_s: float = 0.0
 
 
 def main() -> int:
@@ -75,13 +81,15 @@ def main() -> int:
     socket.connect(settings.socket)
     try:
         region = Region.attach(Path(settings.region_path), settings.epoch)
-        tier, records = _open(settings)
+        tier, records, inventory = _open(settings)
     except KVStoreError as error:
         failed = ops.Failed(str(error), fatal=isinstance(error, ConfigError))
         socket.send(ops.encoder.encode([failed]))
         context.destroy()
         return 1
     worker = Worker(socket, tier, records, region, _threads(settings), batching=settings.tier == "ssd")
+    if inventory is not None and settings.s3 is not None:
+        worker.janitor = Janitor(records, inventory, _janitor_settings(settings.s3, settings.ttl_s), worker.answer)
     try:
         worker.run()
     finally:
@@ -119,13 +127,18 @@ class Worker:
         self._recovery_room = threading.Semaphore(_RECOVERED_AHEAD)
         self._writes: queue.SimpleQueue[ops.Op | None] = queue.SimpleQueue()
         writers = 1 if batching else max(1, threads // 2)
+        # Keeps the bucket in order, where there is one.
+        self.janitor: Janitor | None = None
         self._writers = [threading.Thread(target=self._write_loop, name=f"writer-{i}") for i in range(writers)]
 
     def run(self) -> None:
         for writer in self._writers:
             writer.start()
-        self._answer(ops.Ready())
-        self._answer(self._level())
+        tidying = None if self.janitor is None else threading.Thread(target=self.janitor.run, daemon=True)
+        self.answer(ops.Ready())
+        self.answer(self._level())
+        if tidying is not None:
+            tidying.start()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -137,6 +150,9 @@ class Worker:
             if self._socket in ready:
                 going_on = self._accept(ops.op_decoder.decode(self._socket.recv()))
             self._send_answers()
+        if self.janitor is not None and tidying is not None:
+            self.janitor.stop()
+            tidying.join(_JANITOR_STOP_S)
         self._finish()
 
     def _accept(self, accepted: list[ops.Op]) -> bool:
@@ -179,7 +195,8 @@ class Worker:
         if batch:
             self._socket.send(ops.encoder.encode(batch))
 
-    def _answer(self, reply: ops.Reply) -> None:
+    def answer(self, reply: ops.Reply) -> None:
+        """Send this to the control thread; from any thread."""
         self._answers.put(reply)
         os.eventfd_write(self._wake, 1)
 
@@ -198,8 +215,8 @@ class Worker:
         seconds = time.monotonic() - started
         # First, so that whoever is told of a fault finds it counted.
         if result.outcome == Outcome.UNAVAILABLE or self._level_sent.state != "ok" or self._has_new_faults():
-            self._answer(self._level())
-        self._answer(msgspec.structs.replace(result, seconds=seconds))
+            self.answer(self._level())
+        self.answer(msgspec.structs.replace(result, seconds=seconds))
 
     def _read(self, op: ops.Read) -> ops.Result:
         with self._region.view(op.offset, op.meta.payload_bytes) as view:
@@ -215,7 +232,7 @@ class Worker:
     def _discover(self, op: ops.Discover) -> None:
         def done(count: int | None) -> None:
             outcome = Outcome.UNAVAILABLE if count is None else Outcome.OK
-            self._answer(ops.Result(op.op, outcome, count=count or 0))
+            self.answer(ops.Result(op.op, outcome, count=count or 0))
 
         PrefixSearch(split_keys(op.keys), self._tier.contains, self._readers.submit, self._askers, done).start()
 
@@ -233,10 +250,10 @@ class Worker:
                     if not self._tell(ops.Recovered(op.op, records=records)):
                         return
                     records = []
-            self._answer(ops.Recovered(op.op, records=records, done=True))
+            self.answer(ops.Recovered(op.op, records=records, done=True))
         except Exception:
             _log.exception("recovery ended early; what was not read counts as missing")
-            self._answer(ops.Recovered(op.op, done=True))
+            self.answer(ops.Recovered(op.op, done=True))
 
     def _readable(self, name: str) -> Record | None:
         try:
@@ -249,7 +266,7 @@ class Worker:
         while not self._recovery_room.acquire(timeout=_LOOK_EVERY_S):
             if self._is_stopping:
                 return False
-        self._answer(reply)
+        self.answer(reply)
         return True
 
     # ------------------------------------------------------------ writing
@@ -267,7 +284,7 @@ class Worker:
             elif isinstance(op, ops.RecordPut | ops.RecordDelete):
                 self._run(op.op, partial(self._record, op))
             if following is None and self._writes.empty():
-                self._answer(self._level())
+                self.answer(self._level())
 
     def _batch(self, first: ops.Write | ops.Delete) -> tuple[list[ops.Write | ops.Delete], ops.Op | None]:
         """Take what else is waiting and of the same kind; return also the operation that came after it, if any."""
@@ -293,7 +310,7 @@ class Worker:
             outcomes = [Outcome.UNAVAILABLE] * len(batch)
         seconds = (time.monotonic() - started) / len(batch)
         for op, outcome in zip(batch, outcomes, strict=True):
-            self._answer(ops.Result(op.op, outcome, seconds=seconds))
+            self.answer(ops.Result(op.op, outcome, seconds=seconds))
 
     def _write_batch(self, batch: list[ops.Write | ops.Delete]) -> list[Outcome]:
         writes = [op for op in batch if isinstance(op, ops.Write)]
@@ -314,6 +331,8 @@ class Worker:
     def _record(self, op: ops.RecordPut | ops.RecordDelete) -> ops.Result:
         if isinstance(op, ops.RecordPut):
             etag = self._records.put(op.name, op.data, if_match=op.if_match, if_absent=op.if_absent)
+            if etag is not None and self.janitor is not None and op.name.startswith(TOMBSTONE_PREFIX):
+                self.janitor.wake()
             return ops.Result(op.op, Outcome.EXISTS) if etag is None else ops.Result(op.op, Outcome.OK, etag=etag)
         return ops.Result(op.op, Outcome.OK if self._records.delete(op.name) else Outcome.MISS)
 
@@ -339,7 +358,7 @@ def _faults(tier: Tier) -> dict[str, int]:
     return dict(faults()) if callable(faults) else {}
 
 
-def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore]:
+def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore, Inventory | None]:
     # Imported here, so that the SSD's worker does not carry boto3 and the bucket's does not carry LMDB.
     codec = Codec(load_keys(settings.encryption))
     if settings.tier == "ssd":
@@ -353,13 +372,25 @@ def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore]:
             segment_bytes=settings.ssd.segment_bytes,
             codec=codec,
         )
-        return ssd, ssd.records
+        return ssd, ssd.records, None
     from tiers.s3 import S3Settings, S3Tier
+    from tiers.s3inventory import S3Inventory
 
     assert settings.s3 is not None
     s3_settings = S3Settings(**{field.name: getattr(settings.s3, field.name) for field in fields(S3Settings)})
     s3 = S3Tier(s3_settings, codec=codec)
-    return s3, s3.records
+    return s3, s3.records, S3Inventory(s3_settings, s3)
+
+
+def _janitor_settings(s3: S3Config, ttl_s: float) -> JanitorSettings:
+    return JanitorSettings(
+        tombstone_poll_s=s3.tombstone_poll_s,
+        sweep_every_s=s3.sweep_every_s,
+        orphan_grace_s=s3.orphan_grace_s,
+        max_bytes=s3.max_bytes,
+        ttl_s=ttl_s,
+        write=s3.write,
+    )
 
 
 def _threads(settings: WorkerSettings) -> int:

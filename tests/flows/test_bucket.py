@@ -54,7 +54,7 @@ class Bucket:
         return self._make_daemon(name, **(chosen | changes))
 
     def names(self, folder: str) -> list[str]:
-        """The objects below `folder` ("blocks", "records")."""
+        """The objects below `folder` ("blocks", "records/sessions")."""
         listed = self._client.list_objects_v2(Bucket=self.settings.bucket, Prefix=f"{self.settings.prefix}/{folder}/")
         return [entry["Key"] for entry in listed.get("Contents", [])]
 
@@ -165,6 +165,7 @@ def test_an_object_that_is_not_the_block_becomes_a_miss_and_can_be_stored_again(
     with contextlib.closing(daemon.engine()) as client:
         turn(client, prefix)
         until(lambda: durable(client) == "s3")
+        daemon.wait_written()
         client.evict(["ram", "ssd"])
         (name,) = [name for name in bucket.names("blocks") if prefix.keys[2].hex() in name]
         bucket.damage(name, how)
@@ -184,7 +185,7 @@ def test_a_session_record_that_is_damaged_in_the_bucket_is_no_session(bucket: Bu
     with contextlib.closing(first.engine()) as client:
         turn(client, Prefix(NAMESPACE, 1, 4))
         until(lambda: durable(client) == "s3")
-    (name,) = bucket.names("records")
+    (name,) = bucket.names("records/sessions")
     bucket.damage(name, "corrupt")
     second = bucket.daemon("b", ssd_enabled="false")
     with contextlib.closing(second.engine()) as client:
@@ -202,7 +203,7 @@ def test_deleting_a_session_deletes_its_own_blocks_in_every_tier_and_spares_shar
         until(lambda: durable(client) == durable(client, "another") == "s3")
         deleted = client.session_delete("chat", namespace=NAMESPACE.digest())
         assert deleted == wire.SessionDeleted(blocks_deleted=6, blocks_shared=4)
-        until(lambda: len(bucket.names("blocks")) == 4 and len(bucket.names("records")) == 1)
+        until(lambda: len(bucket.names("blocks")) == 4 and len(bucket.names("records/sessions")) == 1)
         until(lambda: daemon.stats()["tiers"]["ssd"]["blocks"] == 4)
         assert client.session_get("chat") is None
         assert len(client.lookup(Prefix(NAMESPACE, 1, 10).keys).tiers) == 4
@@ -294,7 +295,7 @@ def test_sigterm_waits_until_the_bucket_has_the_session(bucket: Bucket) -> None:
     with contextlib.closing(daemon.engine()) as client:
         turn(client, prefix)
         assert daemon.stop() == 0
-    assert len(bucket.names("blocks")) == 30 and len(bucket.names("records")) == 1
+    assert len(bucket.names("blocks")) == 30 and len(bucket.names("records/sessions")) == 1
     second = bucket.daemon("b")
     with contextlib.closing(second.engine()) as client:
         assert client.session_get("chat") is not None

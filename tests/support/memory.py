@@ -1,14 +1,17 @@
 """A tier and a record store in memory, with a capacity, for tests of what stands above them."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers.base import Record, RecoveredBatch, Usage
+from tiers.base import Record, RecoveredBatch, Tier, Usage
 from tiers.batch import batches_of
+from tiers.inventory import BlockPage, ListedRecord, RecordPage
 
 
 class MemoryTier:
@@ -18,6 +21,7 @@ class MemoryTier:
         self.kind = kind
         self.capacity_bytes = capacity_bytes
         self.blocks: dict[BlockKey, tuple[BlockMeta, bytes]] = {}
+        self.modified_s: dict[BlockKey, float] = {}
         self.most_bytes = 0
 
     def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
@@ -64,6 +68,49 @@ class MemoryTier:
         return Outcome.OK
 
 
+class MemoryInventory:
+    """Implements `tiers.inventory.Inventory` on both. A block's time is when it was listed first, a record's is now."""
+
+    def __init__(self, tier: Tier, records: "MemoryRecords", clock: Callable[[], float], page_blocks: int = 3) -> None:
+        self._tier = tier
+        self._records = records
+        self._clock = clock
+        self._page_blocks = page_blocks
+        self.num_requests = 0
+
+    def blocks(self, following: str | None = None) -> BlockPage:
+        self.num_requests += 1
+        self._records.check()
+        blocks, modified_s = _of_bucket(self._tier)
+        start = int(following or 0)
+        keys = sorted(blocks)[start : start + self._page_blocks]
+        return BlockPage(
+            b"".join(keys),
+            np.array([blocks[key][0].payload_bytes for key in keys], dtype=np.int64),
+            np.array([modified_s.setdefault(key, self._clock()) for key in keys], dtype=np.float64),
+            str(start + self._page_blocks) if start + self._page_blocks < len(blocks) else None,
+        )
+
+    def records(self, prefix: str, following: str | None = None) -> RecordPage:
+        self.num_requests += 1
+        found = [
+            ListedRecord(name, self._records.records[name].etag, self._clock()) for name in self._records.names(prefix)
+        ]
+        start = int(following or 0)
+        return RecordPage(found[start : start + 2], str(start + 2) if start + 2 < len(found) else None)
+
+    def delete_blocks(self, keys: Sequence[BlockKey]) -> int:
+        self.num_requests += 1
+        self._records.check()
+        return sum(outcome == Outcome.UNAVAILABLE for outcome in self._tier.delete(keys))
+
+
+def _of_bucket(tier: Tier) -> tuple[dict[BlockKey, tuple[BlockMeta, bytes]], dict[BlockKey, float]]:
+    while not isinstance(tier, MemoryTier):
+        tier = tier._inner  # type: ignore[attr-defined]
+    return tier.blocks, tier.modified_s
+
+
 class MemoryRecords:
     """Implements `tiers.base.RecordStore`. With `is_down` every call raises TierUnavailable."""
 
@@ -74,7 +121,7 @@ class MemoryRecords:
         self._lock = threading.Lock()
 
     def put(self, name: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str | None:
-        self._check()
+        self.check()
         with self._lock:
             present = self.records.get(name)
             if if_absent and present is not None:
@@ -86,17 +133,17 @@ class MemoryRecords:
             return self.records[name].etag
 
     def get(self, name: str) -> Record | None:
-        self._check()
+        self.check()
         return self.records.get(name)
 
     def names(self, prefix: str) -> Iterator[str]:
-        self._check()
+        self.check()
         return iter(sorted(name for name in self.records if name.startswith(prefix)))
 
     def delete(self, name: str) -> bool:
-        self._check()
+        self.check()
         return self.records.pop(name, None) is not None
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self.is_down:
             raise TierUnavailable("down")

@@ -16,22 +16,24 @@ from typing import Any, cast
 import zmq
 
 from kvstore import wire
-from kvstore.config import Config, RamConfig, SessionsConfig, SsdConfig
+from kvstore.config import Config, RamConfig, S3Config, SessionsConfig, SsdConfig
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import BlockKey, Namespace, join_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store.engines import Engine, EngineTable
+from kvstore.store.janitor import Janitor, JanitorSettings
 from kvstore.store.link import WorkerLink
 from kvstore.store.store import Store
 from kvstore.store.worker import Worker, WorkerSettings
 from tests.support.chats import parents, payload
-from tests.support.memory import MemoryRecords, MemoryTier
+from tests.support.memory import MemoryInventory, MemoryRecords, MemoryTier
 from tiers.base import RecordStore, Tier
 from tiers.ram import RamTier
 from tiers.region import Region
 
 _MANY_TURNS = 5000
+JANITOR = JanitorSettings(30.0, 900.0, 3600.0, 0, 7 * 86400.0, "sessions")
 
 
 class Clock:
@@ -90,7 +92,15 @@ class _Process:
 class ThreadlessLink(WorkerLink):
     """A link whose worker does nothing until `work` is called."""
 
-    def __init__(self, kind: TierKind, tier: Tier, records: RecordStore, region: Region, clock: Clock) -> None:
+    def __init__(
+        self,
+        kind: TierKind,
+        tier: Tier,
+        records: RecordStore,
+        region: Region,
+        clock: Clock,
+        janitor: JanitorSettings,
+    ) -> None:
         settings = WorkerSettings(
             tier="ssd" if kind == TierKind.SSD else "s3",
             socket="ipc://unused",
@@ -112,8 +122,15 @@ class ThreadlessLink(WorkerLink):
         )
         self.recovered: Callable[[ops.Recovered], None] = lambda reply: None
         self.can_start = True
+        self.is_tidying = True
         self.worker = Worker(cast(Any, None), tier, records, region, 1, batching=is_ssd)
         self.worker._readers = cast(Any, _AtOnce())
+        if not is_ssd:
+            assert isinstance(records, MemoryRecords)
+            inventory = MemoryInventory(tier, records, clock)
+            self.worker.janitor = Janitor(
+                records, inventory, janitor, self.worker.answer, clock=clock, sleep=lambda _: None
+            )
         self.worker._recovery_room = threading.Semaphore(1 << 20)  # nobody could make room while we recover
 
     def start(self) -> None:
@@ -130,6 +147,8 @@ class ThreadlessLink(WorkerLink):
             return 0
         sent = self.wire.sent
         done = 0
+        if self.worker.janitor is not None and self.is_tidying:
+            self.worker.janitor.step()
         while sent and done < max_ops:
             op = sent.popleft()
             done += 1
@@ -147,7 +166,7 @@ class ThreadlessLink(WorkerLink):
                 case ops.Recover():
                     self.worker._recover(op)
         if done:
-            self.worker._answer(self.worker._level())
+            self.worker.answer(self.worker._level())
         answers = []
         while not self.worker._answers.empty():
             answers.append(self.worker._answers.get())
@@ -185,6 +204,8 @@ class Rig:
         ssd_records: MemoryRecords | None = None,
         s3_records: MemoryRecords | None = None,
         sessions: SessionsConfig | None = None,
+        s3_config: S3Config | None = None,
+        janitor: JanitorSettings | None = None,
         is_started: bool = True,
         clock: Clock | None = None,
     ) -> None:
@@ -198,11 +219,12 @@ class Rig:
         self.links: dict[TierKind, ThreadlessLink] = {}
         for kind, tier, records in ((TierKind.SSD, ssd, self.ssd_records), (TierKind.S3, s3, self.s3_records)):
             if tier is not None:
-                self.links[kind] = ThreadlessLink(kind, tier, records, self.region, self.clock)
+                self.links[kind] = ThreadlessLink(kind, tier, records, self.region, self.clock, janitor or JANITOR)
         self.engines = EngineTable(folder)
         self.config = Config(
             ram=RamConfig(size_bytes=ram_bytes, high_watermark=1.0, low_watermark=0.9),
             ssd=SsdConfig(enabled=ssd is not None),
+            s3=S3Config() if s3_config is None else s3_config,
             sessions=SessionsConfig() if sessions is None else sessions,
         )
         self.store = Store(
@@ -239,7 +261,7 @@ class Rig:
             self.turn()
             quiet = 0 if self.work() else quiet + 1
             # In larger steps where nothing happens but that time passes.
-            self.clock.now += 0.02 if quiet < 3 else 0.1
+            self.clock.now += 0.02 if quiet < 3 else max(0.1, seconds / 2000)
             if quiet > 4 and self.clock.now >= until:
                 return
         raise AssertionError("the store does not come to rest")

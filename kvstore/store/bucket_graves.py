@@ -1,0 +1,156 @@
+"""The tombstones in a bucket: reads them for this daemon, and, under the lease, deletes what they cover.
+
+    poll (everybody)     list the tombstones, read the new ones
+    bury (lease)         delete records that a tombstone covers; of the blocks that it names delete, from the end of the
+                         prefix to its head, those that no session record in the bucket names; note that this is done
+
+All of it may be cut off anywhere and done again by anybody: the tombstone names its blocks until they are gone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvstore.core.errors import WrongKey
+from kvstore.core.key import BlockKey, split_keys
+from kvstore.store import tombstone
+from kvstore.store.bucket_index import BucketIndex, is_among, marks_of
+from kvstore.store.stats import Counts
+from kvstore.store.tombstone import TOMBSTONE_PREFIX, Tombstone, tombstone_name
+from tiers.base import RecordStore
+from tiers.inventory import Inventory
+from tiers.objects import DELETE_AT_ONCE
+
+
+@dataclass(frozen=True, slots=True)
+class _Grave:
+    """`stone` is without keys; `is_open`: it may still have some in the bucket."""
+
+    etag: str
+    stone: Tombstone
+    is_open: bool
+
+
+class Graves:
+    """Used by one thread. `pace` is called before each request of a poll, `go_on` before each under the lease; both may
+    raise."""
+
+    def __init__(
+        self,
+        records: RecordStore,
+        inventory: Inventory,
+        index: BucketIndex,
+        deleted: Counts,
+        pace: Callable[[], None],
+        go_on: Callable[[], None],
+    ) -> None:
+        self._records = records
+        self._inventory = inventory
+        self._index = index
+        self._deleted = deleted
+        self._pace = pace
+        self._go_on = go_on
+        self._graves: dict[str, _Grave] = {}
+        self._told: set[str] = set()
+
+    @property
+    def has_open(self) -> bool:
+        return any(grave.is_open for grave in self._graves.values())
+
+    def poll(self) -> list[bytes]:
+        """Return the tombstones that have come since the last time, ours too. Raises TierUnavailable."""
+        found: dict[str, str] = {}
+        following: str | None = None
+        while True:
+            self._pace()
+            page = self._inventory.records(TOMBSTONE_PREFIX, following)
+            found.update((listed.name, listed.etag) for listed in page.records)
+            following = page.following
+            if following is None:
+                break
+        for gone in self._graves.keys() - found.keys():
+            del self._graves[gone]
+        self._told &= found.keys()
+        new = []
+        for name, etag in found.items():
+            known = self._graves.get(name)
+            if known is None or known.etag != etag:
+                self._pace()
+                self._read(name)
+            if name in self._graves and name not in self._told:
+                self._told.add(name)
+                new.append(tombstone.encode(self._graves[name].stone))
+        return new
+
+    def put(self, stone: Tombstone) -> None:
+        """Write a tombstone of our own."""
+        self._go_on()
+        etag = self._records.put(stone.name, tombstone.encode(stone))
+        assert etag is not None, "an unconditional put was refused"
+        self._graves[stone.name] = _Grave(etag, _without_keys(stone), True)
+
+    def bury(self, now_s: float) -> None:
+        """Do what the tombstones say, and take away those whose time is over. Raises TierUnavailable."""
+        self._index.refresh()
+        for session in self._index.sessions:
+            grave = self._graves.get(tombstone_name(session.key, session.created_s))
+            if grave is not None and grave.stone.covers(session.key, session.created_s, session.revision):
+                self._go_on()
+                self._records.delete(session.name)
+                self._index.forget(session.name)
+                self._deleted.add("deleted_sessions")
+        for name, grave in list(self._graves.items()):
+            if grave.is_open and self._index.is_complete:
+                self._bury(name)
+            elif not grave.is_open and grave.stone.deleted_s + grave.stone.keep_s <= now_s:
+                self._go_on()
+                self._records.delete(name)
+                del self._graves[name]
+
+    # ------------------------------------------------------------ private
+
+    def _read(self, name: str) -> None:
+        try:
+            found = self._records.get(name)
+        except WrongKey:
+            return
+        stone = None if found is None else tombstone.decode(found.data)
+        if found is not None and stone is not None and stone.name == name:
+            self._graves[name] = _Grave(found.etag, _without_keys(stone), bool(stone.keys))
+
+    def _bury(self, name: str) -> None:
+        self._go_on()
+        found = self._records.get(name)
+        stone = None if found is None else tombstone.decode(found.data)
+        if found is None or stone is None:
+            return
+        marks, _ = self._index.marks()
+        is_used = is_among(marks_of(stone.keys), marks)
+        loose = [key for key, used in zip(split_keys(stone.keys), is_used, strict=True) if not used]
+        if delete_in_order(self._inventory, loose[::-1], self._go_on, self._deleted, "deleted_blocks"):
+            return  # some were refused: another time
+        emptied = _without_keys(stone)
+        self._go_on()
+        etag = self._records.put(name, tombstone.encode(emptied), if_match=found.etag)
+        if etag is not None:
+            self._graves[name] = _Grave(etag, emptied, False)
+
+
+def delete_in_order(
+    inventory: Inventory, keys: list[BlockKey], go_on: Callable[[], None], deleted: Counts, why: str
+) -> int:
+    """Delete the blocks, one request's worth after the other, so that what comes first is gone first; return how many
+    were refused."""
+    refused = 0
+    for start in range(0, len(keys), DELETE_AT_ONCE):
+        go_on()
+        batch = keys[start : start + DELETE_AT_ONCE]
+        kept = inventory.delete_blocks(batch)
+        deleted.add(why, len(batch) - kept)
+        refused += kept
+    return refused
+
+
+def _without_keys(stone: Tombstone) -> Tombstone:
+    return msgspec.structs.replace(stone, keys=b"")

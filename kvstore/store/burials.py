@@ -1,0 +1,31 @@
+"""Which sessions were deleted, here or at another daemon, as far as this one has been told."""
+
+from collections import OrderedDict
+
+from kvstore.store.record import SessionRecord
+from kvstore.store.tombstone import Tombstone, tombstone_name
+
+_MAX_KNOWN = 65_536
+
+
+class Burials:
+    """Owned by the control thread. Past a number of them those known longest are forgotten: a session that comes back
+    because of that is dropped again when the lease's holder has deleted its record."""
+
+    def __init__(self) -> None:
+        self._revisions: OrderedDict[str, int] = OrderedDict()
+
+    def remember(self, tombstone: Tombstone) -> bool:
+        """Return whether that is new."""
+        name = tombstone.name
+        before = self._revisions.get(name, -1)
+        self._revisions[name] = max(before, tombstone.revision)
+        if len(self._revisions) > _MAX_KNOWN:
+            self._revisions.popitem(last=False)
+        return before < tombstone.revision
+
+    def covers(self, record: SessionRecord) -> bool:
+        """Whether the record is of a session that was deleted."""
+        if not self._revisions:
+            return False
+        return record.revision <= self._revisions.get(tombstone_name(record.session_key, record.created_s), -1)
