@@ -62,7 +62,9 @@ class Fetcher:
         if wait_s <= 0:
             job.outcome = Outcome.TIMED_OUT
             return
-        self._take_in(job, streams.enter_context(client.fetch(job.keys, deadline_s=wait_s)), began_s)
+        stream = streams.enter_context(client.fetch(job.keys, deadline_s=wait_s))
+        self._pins.ensure(client.region)
+        self._take_in(job, stream, began_s)
 
     def _take_in(self, job: FetchJob, stream: FetchStream, began_s: float) -> None:
         """Copy blocks as they land, in any order, until all are there, one fails, or patience ends."""
@@ -102,9 +104,10 @@ class Fetcher:
     def _copy(self, job: FetchJob, block: LandedBlock, stream: FetchStream) -> Outcome:
         if block.outcome is not Outcome.OK or block.view is None:
             return block.outcome if block.outcome is not Outcome.OK else Outcome.REJECTED
-        with self._pins.copying():
-            self._hbm.scatter(block.view, job.pool_blocks[block.index])
-        if not stream.still_valid(block):
+        with self._pins.copying(block.view) as may_copy:
+            if may_copy:
+                self._hbm.scatter(block.view, job.pool_blocks[block.index])
+        if not may_copy or not stream.still_valid(block):
             self._faults.add("stale_slot")
             return Outcome.STALE
         return Outcome.OK

@@ -75,8 +75,7 @@ class MoverThreads:
         self._storer.hurry = True
         if self._store_thread.is_alive():
             self._store_thread.join(1.0)
-        if not any(thread.is_alive() for thread in (*self._threads, self._store_thread)):
-            self.pins.close()
+        self.pins.close(max(1.0, deadline_s - time.monotonic()))
 
 
 def _serve(roots: Roots, jobs: "queue.Queue[_Job | None]", run: Callable[[_Job, Links], None]) -> None:

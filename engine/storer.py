@@ -71,7 +71,6 @@ class Storer:
         """Ask for slots for what is not settled yet, fill and commit them; return the outcomes and when to retry."""
         first = job.num_stored
         keys, groups = job.keys[first:], job.pool_blocks[first:]
-        # Here and not before a fetch, which somebody waits for.
         self._pins.ensure(client.region)
         grant = client.store(keys, job.keys[first - 1] if first else job.parent, job.depth + first)
         outcomes = [block.outcome for block in grant.blocks]
@@ -89,13 +88,14 @@ class Storer:
         if view is None:
             return False
         try:
-            with self._pins.copying():
-                self._hbm.gather(pool_blocks, view)
+            with self._pins.copying(view) as may_copy:
+                if may_copy:
+                    self._hbm.gather(pool_blocks, view)
         except Exception:
             _log.exception("a block could not be copied out of HBM")
             self._faults.add("store_copy_fault")
             return False
-        return True
+        return may_copy
 
     def _count(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in set(outcomes):

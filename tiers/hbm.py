@@ -12,21 +12,23 @@ With a `store_dtype` a payload is smaller than the block, and not quite it: `ker
 On a GPU the copies run on streams of their own (`kernels.transfer`); payloads should lie in memory that was pinned.
 """
 
+import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kernels.pinned import PinnedMemory
+from kernels.pinned import PIECE_BYTES, PinnedMemory
 from kernels.quantize_cpu import CpuQuantizer
 from kernels.quantized import QuantizedDtype, payload_bytes_of
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import ConfigError
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
+from tiers import pages
 from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
 
@@ -96,16 +98,22 @@ class HbmTier:
         self._check(pool_blocks, payload)
         self._copies.scatter([payload], [pool_blocks])
 
-    def pin(self, address: int, num_bytes: int) -> None:
-        """Lock host memory so that the GPU can copy from and to it by itself; does nothing for a pool on the CPU.
+    def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool] = lambda: True) -> None:
+        """Lock host memory so that the GPU can copy from and to it by itself; for a pool on the CPU, enter its pages
+        into the page table. Takes seconds for a large range, and copies may run meanwhile.
 
-        `address` is page-aligned, such as `Region.address`. Raises ConfigError where the system refuses; then nothing
-        stays pinned.
+        `address` is page-aligned, such as `Region.address`. Asks every now and then whether it goes on; raises
+        ConfigError where the system refuses. In both cases nothing stays pinned.
         """
         if self._pinned is None:
+            # What cannot be entered now is when it is used.
+            with contextlib.suppress(OSError):
+                for start in range(0, num_bytes, PIECE_BYTES):
+                    if not goes_on() or not pages.populate(address + start, min(PIECE_BYTES, num_bytes - start), 1):
+                        return
             return
         try:
-            self._pinned.pin(address, num_bytes)
+            self._pinned.pin(address, num_bytes, goes_on)
         except MemoryError as error:
             raise ConfigError(f"{error}; is the limit on locked memory (ulimit -l) large enough?") from error
 

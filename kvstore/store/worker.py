@@ -87,6 +87,8 @@ def main() -> int:
         socket.send(ops.encoder.encode([failed]))
         context.destroy()
         return 1
+    # Else the first copy to each slot would be several times as slow; meanwhile the worker serves.
+    threading.Thread(target=region.populate, name="populate", daemon=True).start()
     worker = Worker(socket, tier, records, region, _threads(settings), batching=settings.tier == "ssd")
     if inventory is not None and settings.s3 is not None:
         worker.janitor = Janitor(records, inventory, _janitor_settings(settings.s3, settings.ttl_s), worker.answer)

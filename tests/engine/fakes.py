@@ -6,7 +6,7 @@ wrong bytes from a fetch change the tokens that it makes.
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -89,7 +89,7 @@ class FakeHbm:
     def gather(self, pool_blocks: Sequence[int], out: memoryview) -> None:
         out[:] = self._pool[list(pool_blocks), 0].transpose(0, 1).contiguous().numpy().tobytes()
 
-    def pin(self, address: int, num_bytes: int) -> None:
+    def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool]) -> None:
         return None
 
     def unpin(self, address: int) -> None:

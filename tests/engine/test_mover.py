@@ -1,7 +1,7 @@
 """What the movers make of whatever kvstore answers, one job at a time and without threads."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -44,7 +44,7 @@ class Bytes:
     def scatter(self, payload: memoryview, pool_blocks: Sequence[int]) -> None:
         self.filled[pool_blocks[0]] = bytes(payload)
 
-    def pin(self, address: int, num_bytes: int) -> None:
+    def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool]) -> None:
         return None
 
     def unpin(self, address: int) -> None:

@@ -46,6 +46,23 @@ def test_a_refusal_leaves_nothing_pinned_and_says_how_far_it_got() -> None:
     pinned.unpin(_BASE)
 
 
+def test_pinning_that_need_not_go_on_leaves_nothing_pinned() -> None:
+    runtime = _Runtime()
+    pinned = PinnedMemory(runtime)
+    pinned.pin(_BASE, 4 * PIECE_BYTES, lambda: len(runtime.pieces) < 2)
+    assert not runtime.pieces
+    assert pinned.unbroken(_BASE + PIECE_BYTES - 1, 2) == [2]
+
+
+def test_transfers_are_cut_at_the_pieces_already_while_they_are_being_pinned() -> None:
+    """Half of a block that crosses a border may be pinned before the other half."""
+    runtime = _Runtime()
+    pinned = PinnedMemory(runtime)
+    seen: list[list[int]] = []
+    pinned.pin(_BASE, 2 * PIECE_BYTES, lambda: seen.append(pinned.unbroken(_BASE + PIECE_BYTES - 1, 2)) is None)
+    assert seen == [[1, 1], [1, 1]]
+
+
 @pytest.mark.parametrize(
     ("offset", "num_bytes", "lengths"),
     [
