@@ -12,25 +12,27 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import lmdb
+import numpy as np
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import KVStoreError, TierUnavailable
-from kvstore.core.key import KEY_BYTES, BlockKey
+from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
+from tiers.columns import ENTRY, Columns
 from tiers.environment import DamagedEnvironment, open_environment, sync_folder
 
 # An entry takes 134 bytes of a leaf page, pages of random keys are about two thirds full, and LMDB writes changed
 # pages to new places, keeping the old ones until the transaction after the next: twice the filled room is plenty.
 BYTES_PER_ENTRY: Final = 512
-# segment, slot, depth, payload_bytes, checksum, namespace, parent
+# segment, slot, depth, payload_bytes, checksum, namespace, parent; `tiers/columns.py` reads many at once
 _ENTRY = struct.Struct("<IIIQQ32s32s")
-_PLACE = struct.Struct("<IIIQ")
 # No block has this name, since keys are longer.
 _FORMAT_NAME, _FORMAT = b"\0format", b"kvstore-index-1"
-_SCAN_ENTRIES = 1024
+_SCAN_ENTRIES = 8192
 
 
 class IndexFull(KVStoreError):
@@ -110,18 +112,31 @@ class BlockIndex:
                     removed.append(None)
         return removed
 
-    def places(self) -> Iterator[tuple[BlockKey, Place, int]]:
-        """Yield key, place and payload length of every entry, as cheaply as possible."""
-        for key, value in self._scan():
-            segment, slot, _, payload_bytes = _PLACE.unpack_from(value)
-            yield BlockKey(key), Place(segment, slot), payload_bytes
+    def columns(self) -> Iterator[Columns]:
+        """Yield every entry, some thousands at a time; those that come or go meanwhile may or may not be among them."""
+        # In short transactions: an open reader keeps every page that is freed meanwhile from being used again.
+        after = b""
+        while True:
+            with self._gate, _faults_as_unavailable(), self._environment.begin() as transaction:
+                cursor = transaction.cursor()
+                found = cursor.set_range(after) if after else cursor.first()
+                batch = list(islice(cursor.iternext(), _SCAN_ENTRIES)) if found else []
+            if not batch:
+                return
+            # The smallest key behind the last one.
+            after = batch[-1][0] + b"\0"
+            whole = [(key, value) for key, value in batch if len(key) == KEY_BYTES and len(value) == _ENTRY.size]
+            keys = b"".join([key for key, _ in whole])
+            entries = np.frombuffer(b"".join([value for _, value in whole]), dtype=ENTRY)
+            if whole:
+                yield Columns(keys, entries)
 
-    def metas(self) -> Iterator[BlockMeta]:
-        """Yield every block; those that come or go meanwhile may or may not be among them."""
-        for key, value in self._scan():
-            entry = _decode(BlockKey(key), value)
-            if entry is not None:
-                yield entry.meta
+    def places(self) -> Iterator[tuple[BlockKey, Place, int]]:
+        """Yield key, place and payload length of every entry."""
+        for columns in self.columns():
+            fields = (columns.entries[name].tolist() for name in ("segment", "slot", "payload_bytes"))
+            for key, segment, slot, payload_bytes in zip(split_keys(columns.keys), *fields, strict=True):
+                yield key, Place(segment, slot), payload_bytes
 
     def grow(self, map_bytes: int) -> None:
         """Let the file grow up to `map_bytes`."""
@@ -146,24 +161,6 @@ class BlockIndex:
                     transaction.put(_FORMAT_NAME, _FORMAT)
             elif found != _FORMAT:
                 raise DamagedEnvironment(f"{self._path.name} is not a block index of this version")
-
-    def _scan(self) -> Iterator[tuple[bytes, bytes]]:
-        # In short transactions: an open reader keeps every page that is freed meanwhile from being used again.
-        after = b""
-        while True:
-            with self._gate, _faults_as_unavailable(), self._environment.begin() as transaction:
-                cursor = transaction.cursor()
-                batch: list[tuple[bytes, bytes]] = []
-                if cursor.set_range(after):
-                    for key, value in cursor:
-                        if len(batch) == _SCAN_ENTRIES:
-                            break
-                        if key != after and len(key) == KEY_BYTES and len(value) == _ENTRY.size:
-                            batch.append((key, value))
-            if not batch:
-                return
-            yield from batch
-            after = batch[-1][0]
 
 
 def compact_index(path: Path) -> None:
@@ -222,3 +219,6 @@ def _decode(key: BlockKey, value: bytes | None) -> IndexEntry | None:
     segment, slot, depth, payload_bytes, checksum, namespace, parent = _ENTRY.unpack(value)
     meta = BlockMeta(key, BlockKey(parent), namespace, depth, payload_bytes)
     return IndexEntry(meta, Place(segment, slot), checksum)
+
+
+assert _ENTRY.size == ENTRY.itemsize

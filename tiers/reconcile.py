@@ -8,11 +8,14 @@ segments, the emptiest first. No payload is read: a slot with foreign bytes is f
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore.core.key import BlockKey
+import numpy as np
+
+from kvstore.core.key import BlockKey, split_keys
 from tiers.direct import record_size
 from tiers.environment import DamagedEnvironment, remove_environment
 from tiers.faults import FaultCounter
 from tiers.index import BlockIndex, compact_index, remove_leftovers
+from tiers.occupancy import REASONS, Occupancy
 from tiers.segments import Segments
 from tiers.space import DiskSpace
 
@@ -37,16 +40,22 @@ def match(index: BlockIndex, segments: Segments, faults: FaultCounter) -> tuple[
 
     Returns the number of blocks and what their records take up.
     """
-    num_blocks, used_bytes, lost = 0, 0, []
-    for key, place, payload_bytes in index.places():
-        record_bytes = record_size(payload_bytes)
-        reason = segments.occupy(place, record_bytes)
-        if reason:
-            faults.count(reason)
-            lost.append(key)
-        else:
-            num_blocks += 1
-            used_bytes += record_bytes
+    num_blocks, used_bytes = 0, 0
+    lost: list[BlockKey] = []
+    occupancy = Occupancy(segments)
+    for columns in index.columns():
+        reasons = occupancy.take(columns)
+        payload_bytes = columns.entries["payload_bytes"][reasons == 0]
+        sizes, counts = np.unique(payload_bytes, return_counts=True)
+        num_blocks += len(payload_bytes)
+        used_bytes += sum(
+            record_size(size) * count for size, count in zip(sizes.tolist(), counts.tolist(), strict=True)
+        )
+        for number, count in enumerate(np.bincount(reasons, minlength=len(REASONS)).tolist()):
+            if number:
+                faults.count(REASONS[number], count)
+        lost += split_keys(columns.keys_at(reasons != 0))
+    occupancy.finish()
     _remove(index, lost)
     segments.unlink_empty()
     return num_blocks, used_bytes

@@ -113,21 +113,18 @@ class Segments:
 
     # ------------------------------------------------------------ at start
 
-    def occupy(self, place: Place, record_bytes: int) -> str:
-        """Mark a slot as taken. Return "" or, where it cannot be, why: the file is missing, too short, or of another
-        record size, or the slot is taken already."""
-        segment = self._segments.get(place.segment)
-        if segment is None:
-            return "segment_missing"
-        if segment.record_bytes != record_bytes:
-            return "segment_foreign"
-        if place.slot >= len(segment.taken):
-            return "segment_truncated"
-        if segment.taken[place.slot]:
-            return "slot_conflict"
-        segment.taken[place.slot] = 1
-        segment.num_taken += 1
-        return ""
+    def layout(self) -> list[tuple[int, int, int]]:
+        """Return number, record size and number of slots of each segment, by number."""
+        with self._lock:
+            found = [(one.number, one.record_bytes, len(one.taken)) for one in self._segments.values()]
+        return sorted(found)
+
+    def occupy(self, number: int, taken: bytes) -> None:
+        """Say which slots of a segment are taken: a byte for each, 0 where it is free."""
+        segment = self._segments[number]
+        assert len(taken) == len(segment.taken)
+        segment.taken[:] = taken
+        segment.num_taken = len(taken) - taken.count(0)
 
     def sparsest(self, excess_bytes: int) -> list[int]:
         """Return the numbers of segments whose removal gives back at least `excess_bytes`, those that hold the least

@@ -29,9 +29,10 @@ from kvstore.core.outcome import Outcome, TierKind
 from tiers import reconcile
 from tiers.aligned import AlignedBuffers
 from tiers.base import RecoveredBatch, Usage
-from tiers.batch import batches_of, check_lengths
+from tiers.batch import check_lengths
 from tiers.calls import RunningCalls
 from tiers.codec import PLAIN, Codec
+from tiers.columns import Columns, joined
 from tiers.crew import Crew
 from tiers.direct import record_size
 from tiers.dirlock import FolderLock, own_folder
@@ -50,6 +51,7 @@ from tiers.writer import BlockWriter
 _CLOSE_WAIT_S = 30.0
 # Beside the thread that calls; more gained nothing on any block size.
 _IO_THREADS = 3
+_SORTED_AT_ONCE = 8
 _logger = logging.getLogger("kvstore.tiers.ssd")
 
 
@@ -151,7 +153,15 @@ class SsdTier:
     def recover_batches(self) -> Iterator[RecoveredBatch]:
         """As `Tier.recover_batches`; ends early, counted, where the disk fails."""
         with self._unavailable_counted():
-            yield from batches_of(self._index.metas())
+            waiting: list[Columns] = []
+            for columns in self._index.columns():
+                waiting.append(columns)
+                # Sorted out many at a time, so that many namespaces do not make for many small batches.
+                if len(waiting) == _SORTED_AT_ONCE:
+                    yield from joined(waiting).recovered()
+                    waiting.clear()
+            if waiting:
+                yield from joined(waiting).recovered()
 
     def faults(self) -> dict[str, int]:
         """Return how often which fault was met since the start, the drops at opening included."""

@@ -9,8 +9,8 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.catalog import Catalog
+from tests.support.batches import batches_of
 from tiers.base import RecoveredBatch
-from tiers.batch import batches_of
 
 DIGEST, OTHER, ROOT = b"d" * 32, b"o" * 32, b"r" * 32
 BYTES = 4096

@@ -8,11 +8,11 @@ from kvstore import wire
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops, worker
 from kvstore.wire import ErrorCode
+from tests.support import batches
 from tests.support.chats import Prefix, namespace
 from tests.support.memory import MemoryRecords, MemoryTier
 from tests.support.rig import Rig, memory
 from tests.support.sessions import NAMESPACE, Bucket, get, ids, put, turn, view
-from tiers import batch
 from tiers.faulty import Fault, FaultyTier, ScriptedPlan
 
 MakeRig = Callable[..., Rig]
@@ -133,7 +133,7 @@ def test_a_block_that_is_in_ram_only_to_be_uploaded_does_not_stay_there(make_rig
 def test_what_a_disk_holds_comes_in_several_messages_with_its_records(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "RECOVERED_BLOCKS", 3)
+    monkeypatch.setattr(batches, "RECOVERED_BLOCKS", 3)
     monkeypatch.setattr(worker, "_RECORD_BYTES_PER_MESSAGE", 1)
     disk = memory(TierKind.SSD)
     before = make_rig("a", ssd=disk)

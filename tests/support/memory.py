@@ -9,8 +9,8 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
+from tests.support.batches import batches_of
 from tiers.base import Record, RecoveredBatch, Tier, Usage
-from tiers.batch import batches_of
 from tiers.inventory import BlockPage, ListedRecord, RecordPage
 
 

@@ -109,11 +109,8 @@ def test_after_a_restart_slots_are_free_until_they_are_occupied(segments: Segmen
     segments.take(RECORD, 32)
     segments.close()
     disk.segments = Segments(tmp_path / "segments", segment_bytes=16 * RECORD, room=disk.room)
-    assert disk.segments.occupy(Place(1, 3), RECORD) == ""
-    assert disk.segments.occupy(Place(1, 3), RECORD) == "slot_conflict"
-    assert disk.segments.occupy(Place(1, 16), RECORD) == "segment_truncated"
-    assert disk.segments.occupy(Place(1, 4), 2 * RECORD) == "segment_foreign"
-    assert disk.segments.occupy(Place(7, 0), RECORD) == "segment_missing"
+    assert disk.segments.layout() == [(1, RECORD, 16), (2, RECORD, 16)]
+    disk.segments.occupy(1, b"\0\0\0\1" + bytes(12))
     assert disk.segments.unlink_empty() == 16 * RECORD
     assert disk.segments.take(RECORD, 1) == [Place(1, 0)]
 

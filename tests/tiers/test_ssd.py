@@ -76,7 +76,10 @@ def test_blocks_survive_a_restart_with_their_meta(opened: OPEN) -> None:
     tier.check_integrity()
 
 
-def test_more_blocks_than_one_scan_reads_at_once_are_all_recovered(opened: OPEN) -> None:
+def test_more_blocks_than_one_scan_reads_at_once_are_all_recovered(
+    opened: OPEN, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.index._SCAN_ENTRIES", 100)
     blocks = [meta(i, 1) for i in range(1500)]
     store(opened(max_bytes=64 * MIB), blocks)
     assert {block.key for block in recovered(opened(max_bytes=64 * MIB))} == {block.key for block in blocks}
