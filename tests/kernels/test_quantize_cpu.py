@@ -62,6 +62,16 @@ def test_the_cpu_makes_the_bytes_and_the_numbers_of_the_oracle(
     torch.testing.assert_close(back, oracle, rtol=0, atol=0, equal_nan=True)
 
 
+def test_every_float8_there_is_comes_back_as_itself() -> None:
+    every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    every = every[(every & 0x7F) != 0x7F]
+    pool = torch.zeros(1, 1, 2, len(every), 1, 16)
+    # A largest number of 448 makes a scale of 1.
+    pool[0, 0, 0, :, 0, 0] = 448.0
+    pool[0, 0, 0, :, 0, 1] = every.view(torch.float8_e4m3fn).float()
+    assert torch.equal(round_trip(pool, "fp8"), pool)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_int8_is_off_by_half_a_step_of_its_group_at_most(dtype: torch.dtype) -> None:
     pool = kv(dtype)
