@@ -14,7 +14,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINTS := $(if $(filter 0,$(GPU)),-c constraints-cpu.txt,)
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format gpu-check clean
+.PHONY: help setup demo test lint format gpu-check bench-tiers bench-peers clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -50,6 +50,12 @@ format: $(STAMP) ## Format the code
 
 gpu-check: $(STAMP) ## Run the kernels and the main flow on a GPU; its own exit code where there is none
 	@$(BIN)/python benchmarks/gpu_check.py
+
+bench-tiers: $(STAMP) ## Measure every tier against the ceiling of this machine (docs/benchmarks.md), up to ten minutes
+	@$(BIN)/kvstore bench tiers
+
+bench-peers: $(STAMP) ## Compare with LMCache, Redis and plain files, each installed into .cache/peers, about ten minutes
+	@$(BIN)/python benchmarks/peers/run.py
 
 clean: ## Remove the virtual environment and everything that was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache demo-report.json

@@ -1,5 +1,6 @@
 """Page-aligned memory whose pages are there already, and the plainest way to copy between two such places."""
 
+import contextlib
 import ctypes
 import mmap
 from typing import Final
@@ -12,12 +13,15 @@ PAGE_BYTES: Final = 4096
 class Buffers:
     """`count` buffers of `num_bytes` each in one private mapping, filled with noise, so that every page was touched.
 
-    `views[i]` begins on a page.
+    `views[i]` begins on a page. On huge pages where the system has them, or the ceiling would be a matter of luck:
+    direct writes went at 3.1 GB/s from small pages that lay scattered over the memory, at 8.5 from huge ones.
     """
 
     def __init__(self, count: int, num_bytes: int, seed: int = 0) -> None:
         stride = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         self._mapping = mmap.mmap(-1, count * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = memoryview(self._mapping)
         self.views = [whole[index * stride : index * stride + num_bytes] for index in range(count)]
         for index, view in enumerate(self.views):
