@@ -42,6 +42,9 @@ class StatsCollector:
         yield _by_label("kvstore_errors", "Faults by kind.", "kind", _section(self._snapshot, "errors"))
         yield from _sessions(_section(self._snapshot, "sessions"))
         yield from _store(_section(self._snapshot, "store"))
+        yield from _bucket(_section(_section(_section(self._snapshot, "tiers"), "s3"), "bucket"))
+        asked = _section(self._snapshot, "discovery")
+        yield _by_label("kvstore_discovery", "Asking the bucket for what is not known here.", "kind", asked)
 
 
 def render(snapshot: Snapshot | None, accept: str = "") -> tuple[bytes, str]:
@@ -111,6 +114,16 @@ def _store(store: Snapshot) -> Iterator[Metric]:
     yield from _counter("kvstore_stored_blocks", "Blocks that engines stored and that became readable.", stored)
     refused = _section(store, "refused")
     yield _by_label("kvstore_refused_blocks", "Blocks that were not stored, by reason.", "reason", refused)
+
+
+def _bucket(bucket: Snapshot) -> Iterator[Metric]:
+    yield from _gauge("kvstore_bucket_lease", "1 where this daemon keeps the bucket in order.", bucket.get("has_lease"))
+    yield from _gauge(
+        "kvstore_bucket_bytes", "Bytes of all blocks in the bucket, at the last sweep.", bucket.get("bytes")
+    )
+    yield from _gauge("kvstore_bucket_blocks", "Blocks in the bucket, at the last sweep.", bucket.get("blocks"))
+    deleted = _section(bucket, "deleted")
+    yield _by_label("kvstore_bucket_deleted", "What was deleted in the bucket, by reason.", "reason", deleted)
 
 
 def _section(snapshot: Snapshot, key: str) -> Snapshot:

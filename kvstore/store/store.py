@@ -268,6 +268,7 @@ class Store:
         self._ram_bytes_in += len(committed) * self._catalog.namespaces[engine.namespace].payload_bytes
         self._room.policies[TierKind.RAM].on_insert(committed)
         self._write_down(committed)
+        self._upload(committed)
         return wire.Committed(bytes(outcomes))
 
     def report(self, request: wire.Report) -> None:
@@ -379,6 +380,23 @@ class Store:
         if demoter is not None:
             for block in blocks:
                 demoter.add(block)
+
+    def _upload(self, blocks: Iterable[int]) -> None:
+        """Where all blocks go to the bucket: these too, and those before them that it lacks, unless there is a gap that
+        nobody could get over."""
+        demoter = self._demoters.get(TierKind.S3)
+        if demoter is None or self._config.s3.write != "all":
+            return
+        for block in blocks:
+            chain: list[int] = []
+            while block >= 0 and not demoter.wants(block) and not self._catalog.resident(block, TierKind.S3):
+                if not self._catalog.residency(block) or len(chain) >= MAX_BLOCKS_PER_STORE:
+                    chain.clear()
+                    break
+                chain.append(block)
+                block = self._catalog.parent(block)
+            for missing in reversed(chain):
+                demoter.add(missing)
 
     def _on_loaded(self, block: int) -> None:
         self._room.policies[TierKind.RAM].on_insert([block])

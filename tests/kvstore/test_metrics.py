@@ -41,6 +41,10 @@ def test_every_number_of_the_snapshot_becomes_a_sample() -> None:
     assert value(found, "kvstore_errors_total", kind="corrupt") == 2
     assert value(found, "kvstore_sessions", durable="ssd") == 2
     assert value(found, "kvstore_refused_blocks_total", reason="full") == 1
+    assert value(found, "kvstore_bucket_lease") == 1
+    assert value(found, "kvstore_bucket_bytes") == 7 << 20
+    assert value(found, "kvstore_bucket_deleted_total", reason="orphan_blocks") == 3
+    assert value(found, "kvstore_discovery_total", kind="found_blocks") == 4
 
 
 def test_the_manual_lists_exactly_these_metrics() -> None:

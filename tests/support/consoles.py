@@ -28,6 +28,16 @@ SNAPSHOT: dict[str, Any] = {
             "used_bytes": 0,
             "capacity_bytes": None,
             "hit_tokens": 0,
+            "bucket": {
+                "has_lease": True,
+                "blocks": 5,
+                "bytes": 7 << 20,
+                "sessions": 2,
+                "swept_s": 1_060.0,
+                "sweep_took_s": 0.5,
+                "deleted": {"orphan_blocks": 3},
+                "waits": "",
+            },
         },
     },
     "requests": {
@@ -42,6 +52,7 @@ SNAPSHOT: dict[str, Any] = {
     },
     "errors": {"corrupt": 2},
     "sessions": {"count": 2, "pinned": 1, "durable": {"none": 0, "ssd": 2, "s3": 0}},
+    "discovery": {"unknown_lookups": 9, "found_blocks": 4},
     "store": {"blocks_stored": 12, "refused": {"full": 1}},
 }
 
