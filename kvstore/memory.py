@@ -102,7 +102,7 @@ class System:
 
     def _cgroup_limits(self) -> Iterator[Limit]:
         """The cgroup of this process and all above it that can be seen: each may be the one that is too small."""
-        paths = dict(_cgroup_paths((self.proc / "self/cgroup").read_text()))
+        paths = dict(_cgroup_paths(_read(self.proc / "self/cgroup")))
         for mount in self._mounts():
             if mount.type == "cgroup2":
                 names = ("memory.max", "memory.current", "")
@@ -116,7 +116,7 @@ class System:
                     yield from _cgroup_limit(folder, *names)
 
     def _mounts(self) -> list["_Mount"]:
-        return [_parse_mount(line) for line in (self.proc / "self/mountinfo").read_text().splitlines()]
+        return [_parse_mount(line) for line in _read(self.proc / "self/mountinfo").splitlines()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,14 @@ def _parse_mount(line: str) -> _Mount:
     _, _, _, root, point, *_ = own.split(" ")
     kind, _, options = file_system.split(" ")
     return _Mount(_unescape(root), Path(_unescape(point)), kind, tuple(options.split(",")))
+
+
+def _read(path: Path) -> str:
+    """Return the text, or none where there is no such file: a kernel need not have cgroups."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _unescape(text: str) -> str:
@@ -177,7 +185,7 @@ def _cgroup_limit(folder: Path, maximum: str, current: str, prefix: str) -> Iter
         return  # the root has no limit, and what is above a container cannot be seen
     if most == "max" or int(most) >= _UNLIMITED_BYTES:
         return
-    for line in (folder / "memory.stat").read_text().splitlines():
+    for line in _read(folder / "memory.stat").splitlines():
         name, value = line.split()
         if name.removeprefix(prefix) in _RECLAIMABLE and name.startswith(prefix):
             used_bytes -= int(value)

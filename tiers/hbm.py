@@ -9,6 +9,11 @@ The pool is `[num_pool_blocks, num_layers, 2, pool_block_tokens, num_kv_heads, h
 and a copy is one memcpy; else each of the num_layers * 2 segments of a pool block has its own place in the payload.
 With a `store_dtype` a payload is smaller than the block, and not quite it: `kernels.quantized` says what it holds.
 
+The copy of a block between the paged pool and a slot, in one call each way, on a CPU as on a GPU:
+
+    hbm = HbmTier(pool, block_tokens)
+    hbm.gather(pool_blocks, slot); hbm.scatter(slot, pool_blocks)      # slot: a memoryview of payload_bytes
+
 On a GPU the copies run on streams of their own (`kernels.transfer`); payloads should lie in memory that was pinned.
 """
 

@@ -8,8 +8,8 @@ Covers: which slot holds which block, and the generation that guards it. Does no
 The generation of a slot is bumped when it is reserved and again before it is given back, so whoever still copies from
 or to the old slot finds out afterwards.
 
-What is known of a block stands in columns by a dense row number: about 80 bytes a block with its key and its place in
-the allocator, where an object per block took 550 to 750.
+What is known of a block stands in columns by a dense row number: 90 to 140 bytes a block with its key and its place in
+the allocator (measured at 1 M and 0.3 M blocks), where objects for each took 550 to 750.
 """
 
 import threading

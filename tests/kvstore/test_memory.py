@@ -93,6 +93,13 @@ def test_no_limit_is_none(system: System, tmp_path: Path, most: str) -> None:
     assert limit(system, tmp_path, "memory cgroup") is None
 
 
+def test_a_kernel_without_cgroups_has_no_such_limit(system: System, tmp_path: Path) -> None:
+    (system.proc / "self/cgroup").unlink()
+    assert limit(system, tmp_path, "memory cgroup") is None
+    (system.proc / "self/mountinfo").unlink()
+    assert limit(system, tmp_path, "this machine") is not None
+
+
 def test_a_node_that_is_not_there_is_refused_with_those_that_are(system: System, tmp_path: Path) -> None:
     for node in (0, 1):
         text = f"Node {node} MemTotal:  {4 * MIB} kB\nNode {node} MemFree: {MIB} kB\nNode {node} Dirty: 0 kB"

@@ -1,5 +1,7 @@
 """The region file of a boot, and what is cleared away for it."""
 
+import itertools
+import logging
 import os
 from pathlib import Path
 
@@ -68,3 +70,20 @@ def test_a_size_that_can_never_fit_is_refused_with_what_there_is(shm_dir: Path, 
     with pytest.raises(ConfigError, match=r"ram\.size is .* free of"):
         create_region(config(shm_dir, 1 << 50), tmp_path, 1)
     assert not files(shm_dir)
+
+
+def test_without_a_terminal_the_log_tells_how_far_prefaulting_is(
+    shm_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a terabyte takes minutes, in which a container's log showed nothing."""
+    ticks = itertools.count(0.0, 6.0)
+    with caplog.at_level(logging.INFO):
+        region = create_region(
+            RamConfig(size_bytes=300 * MIB, shm_dir=str(shm_dir)), tmp_path, 1, clock=lambda: next(ticks)
+        )
+    region.unlink()
+    region.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if line.startswith("prefaulting the RAM tier: ")]) == 2
+    assert "300MiB, of which" in lines[-1]
+    assert "GB/s" in lines[-1]
