@@ -10,7 +10,8 @@ blocks are the coldest, and what is evicted is one run of neighbours where those
 A run costs what has to be evicted for it; a free slot costs nothing, a block that is not among the coldest as much as
 several that are. A block in a run may have children that stay: the order by leaves holds as far as the runs allow. What
 is evicted makes room for a few slots at most, so that a burst of the new size finds the next ones free. The time is
-bounded: a few looks at single slabs and, at most once a second, at all of the memory (1 M blocks: 30 ms a look).
+bounded: looks at single slabs, after one in vain at most five times a second, and at most once a second at all of the
+memory (1 M blocks: 30 ms a look).
 """
 
 from collections import Counter
@@ -30,8 +31,8 @@ _SHARE_AT_ONCE = 64
 _MAX_BLOCKS_AHEAD = 512
 _MAX_SLABS = 4
 # A run that turns out to hold pinned blocks is given up and the next best one looked at.
-_MAX_RUNS, _MAX_RUNS_OF_WHOLE = 32, 8
-_WHOLE_AGAIN_AFTER_S = 1.0
+_MAX_RUNS, _MAX_RUNS_OF_WHOLE = 16, 8
+_AGAIN_AFTER_S, _WHOLE_AGAIN_AFTER_S = 0.2, 1.0
 _COLD, _WARM, _STAYS = 1.0, 4.0, np.inf
 
 Costs = npt.NDArray[np.float64]
@@ -54,12 +55,17 @@ class Clearing:
         self._must_stay = must_stay
         self._evict = evict
         self._clock = clock
-        self._whole_not_before = 0.0
+        self._not_before = self._whole_not_before = 0.0
+        # What was not found last; smaller runs may be there.
+        self._missed_bytes = 0
 
     def clear(self, num_bytes: int, coldest: Sequence[BlockKey]) -> bool:
         """Make a free run that a slot of `num_bytes` bytes fits into, evicting what lies there; `coldest` are the
         blocks that the policy would evict first. False where no run was found; then nothing was evicted."""
         need_bytes = slot_size(num_bytes)
+        now = self._clock()
+        if need_bytes >= self._missed_bytes and now < self._not_before:
+            return False
         capacity_bytes = self._ram.usage().capacity_bytes or 0
         want_bytes = max(need_bytes, min(_SLOTS_AT_ONCE * need_bytes, capacity_bytes // _SHARE_AT_ONCE))
         slabs = Counter(self._ram.slab_start(key) for key in coldest)
@@ -69,13 +75,13 @@ class Clearing:
             cells = self._ram.cells(slab_start, want_bytes)
             if self._clear_in(cells, offsets, need_bytes, want_bytes, _MAX_RUNS):
                 return True
-        now = self._clock()
-        if now < self._whole_not_before:
-            return False
-        cells = self._ram.cells(None, want_bytes)
-        if self._clear_in(cells, offsets, need_bytes, need_bytes, _MAX_RUNS_OF_WHOLE):
-            return True
-        self._whole_not_before = now + _WHOLE_AGAIN_AFTER_S
+        if now >= self._whole_not_before:
+            cells = self._ram.cells(None, want_bytes)
+            if self._clear_in(cells, offsets, need_bytes, need_bytes, _MAX_RUNS_OF_WHOLE):
+                return True
+            self._whole_not_before = now + _WHOLE_AGAIN_AFTER_S
+        self._missed_bytes = need_bytes
+        self._not_before = now + _AGAIN_AFTER_S
         return False
 
     def _clear_in(self, cells: Cells, coldest: Sequence[int], need_bytes: int, want_bytes: int, max_runs: int) -> bool:

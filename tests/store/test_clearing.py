@@ -190,6 +190,10 @@ def test_what_cannot_be_cleared_is_not_looked_for_all_the_time() -> None:
         assert memory.store(128 * KIB) is None
         memory.now -= 2.0
     assert looks == [None]
+    memory.catalog.unpin(memory.pinned.pop())
+    memory.catalog.unpin(memory.pinned.pop())
+    memory.now += 2.0
+    assert memory.store(128 * KIB) is not None, "it is looked for again after a while"
 
 
 _SIZES = st.sampled_from([PAGE_BYTES, 3 * PAGE_BYTES, 3 * PAGE_BYTES - 7, 16 * PAGE_BYTES, 41 * PAGE_BYTES])
