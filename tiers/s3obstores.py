@@ -2,7 +2,7 @@
 
 obstore knows one time limit per client, for whole requests, and none per call. So there are up to sixteen clients, each
 with a sixteenth of `request_deadline_s` more than the one before, and a request uses the longest that ends in time; the
-first try of each has nearly all of it, so that usually there is one client. Credentials come from where boto3 finds them.
+first try of each has nearly all of it, so that usually there is one client. Credentials are those that boto3 finds.
 """
 
 import os
