@@ -107,6 +107,7 @@ class S3Config(Section, frozen=True, kw_only=True):
     sse_kms_key_id: Text = ""
     storage_class: Text = ""
     client: Literal["boto3", "obstore"] = "boto3"
+    compression: Literal["none", "auto"] = "none"
     multipart_threshold_bytes: Size = field(name="multipart_threshold", default=64 * MIB)
     part_bytes: Size = field(name="part_size", default=16 * MIB)
     discover: Flag = True

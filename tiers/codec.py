@@ -39,8 +39,8 @@ class Transform(Protocol):
         """Its number in headers, 1 to 255, for ever."""
         ...
 
-    def pack(self, payload: memoryview) -> bytes | bytearray | memoryview | None:
-        """Return the payload in fewer bytes, or None where that is not worth it."""
+    def pack(self, meta: BlockMeta, payload: memoryview) -> bytes | bytearray | memoryview | None:
+        """Return the payload of the block `meta` in fewer bytes, or None where that is not worth it."""
         ...
 
     def unpack(self, packed: memoryview, into: memoryview) -> None:
@@ -63,7 +63,7 @@ class Codec:
         The second is `payload` itself where nothing is to be done to it, else a part of `into` (a writable place of
         at least payload_bytes bytes) where one is given and used, else memory of its own.
         """
-        number, plain = self._packed(payload)
+        number, plain = self._packed(meta, payload)
         if self.keys is None:
             return encode_header(Header(meta, len(plain), checksum(plain), number)), plain
         stored = memoryview(bytearray(len(plain))) if into is None else into[: len(plain)]
@@ -109,9 +109,9 @@ class Codec:
         elif header.sealing is not None:
             raise WrongKey("the record is encrypted, and there is no key")
 
-    def _packed(self, payload: memoryview) -> tuple[int, memoryview]:
+    def _packed(self, meta: BlockMeta, payload: memoryview) -> tuple[int, memoryview]:
         if self.packs_with is not None:
-            packed = self.packs_with.pack(payload)
+            packed = self.packs_with.pack(meta, payload)
             if packed is not None and len(packed) + _CHECKSUM.size < len(payload):
                 joined = b"".join((packed, _CHECKSUM.pack(checksum(payload))))
                 return self.packs_with.number, memoryview(joined)

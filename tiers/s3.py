@@ -59,11 +59,12 @@ class S3Tier:
         settings: S3Settings,
         *,
         codec: Codec = PLAIN,
+        on_sent: Callable[[int, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         jitter: random.Random | None = None,
     ) -> None:
-        """Contacts nobody.
+        """Contacts nobody. `on_sent` is told of every block stored: how many bytes, and the seconds that took.
 
         Raises ConfigError where a file cannot be read that the settings name.
         """
@@ -80,7 +81,7 @@ class S3Tier:
         self._num_blocks, self._used_bytes = 0, 0
         run = self._requests.run
         self._large = LargeObjects(self.objects, uploads, run, settings.threads, settings.part_bytes)
-        self._blocks = S3Blocks(settings, self.objects, self._large, codec, run, self._faults)
+        self._blocks = S3Blocks(settings, self.objects, self._large, codec, run, self._faults, on_sent, clock)
         self.records = S3Records(settings, self.objects, self.run, self._faults, codec.keys)
 
     @property

@@ -7,7 +7,7 @@ payload is stored as it is. Large payloads go in parts and come by ranges (`tier
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvstore.core.block import HEADER_BYTES, RAW, BlockMeta, Header, decode_header
@@ -33,13 +33,18 @@ class S3Blocks:
         codec: Codec,
         run: Runner,
         faults: FaultCounter,
+        on_sent: Callable[[int, float], None] | None,
+        clock: Callable[[], float],
     ) -> None:
+        """`on_sent` is told of every block stored: how many bytes, and the seconds that took."""
         self._settings = settings
         self._objects = objects
         self._large = large
         self._codec = codec
         self._run = run
         self._faults = faults
+        self._on_sent = on_sent
+        self._clock = clock
 
     def name(self, key: BlockKey) -> str:
         # Two hex digits of a hash first, so that requests spread over S3's partitions.
@@ -56,11 +61,16 @@ class S3Blocks:
         # Once, whatever tries it takes.
         pieces = self._codec.seal(meta, payload)
         num_bytes = sum(len(piece) for piece in pieces)
+        began_s = self._clock()
         if num_bytes >= self._settings.multipart_threshold_bytes:
             is_stored = self._large.put(self.name(meta.key), pieces)
         else:
             is_stored = self._run(partial(self._put, self.name(meta.key), pieces))
-        return (Outcome.OK, num_bytes) if is_stored else (Outcome.EXISTS, 0)
+        if not is_stored:
+            return Outcome.EXISTS, 0
+        if self._on_sent is not None:
+            self._on_sent(num_bytes, self._clock() - began_s)
+        return Outcome.OK, num_bytes
 
     def get(self, meta: BlockMeta, view: memoryview) -> Outcome:
         """Bring the payload into `view`: OK, MISS or CORRUPT."""

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -375,12 +375,17 @@ def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore, Inventory | None
             codec=codec,
         )
         return ssd, ssd.records, None
+    from tiers.autopack import AutoPacking
     from tiers.s3 import S3Settings, S3Tier
     from tiers.s3inventory import S3Inventory
 
     assert settings.s3 is not None
+    # What others packed can be read whatever is configured here.
+    packing = AutoPacking()
+    packs = settings.s3.compression == "auto"
+    codec = replace(codec, transforms={packing.number: packing}, packs_with=packing if packs else None)
     s3_settings = S3Settings(**{field.name: getattr(settings.s3, field.name) for field in fields(S3Settings)})
-    s3 = S3Tier(s3_settings, codec=codec)
+    s3 = S3Tier(s3_settings, codec=codec, on_sent=packing.sent)
     return s3, s3.records, S3Inventory(s3_settings, s3)
 
 

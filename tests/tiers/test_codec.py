@@ -21,7 +21,7 @@ class Zlib:
 
     number = 200
 
-    def pack(self, payload: memoryview) -> bytes | None:
+    def pack(self, _meta: BlockMeta, payload: memoryview) -> bytes | None:
         return zlib.compress(payload, 1)
 
     def unpack(self, packed: memoryview, into: memoryview) -> None:

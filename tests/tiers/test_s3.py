@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 from kvstore.core.block import HEADER_BYTES
@@ -17,6 +18,7 @@ from kvstore.core.outcome import Outcome
 from kvstore.s3server import S3Server
 from tests.support.blocks import blank, key, meta, payload
 from tests.support.proxy import Mode, Proxy
+from tiers.autopack import AutoPacking
 from tiers.codec import PLAIN, Codec
 from tiers.keys import KeyRing
 from tiers.objects import ObjectFault
@@ -146,6 +148,26 @@ def test_a_start_with_the_wrong_key_misses_every_block_and_deletes_none(open_s3:
         assert fetch(tier, 1, 2) == [Outcome.MISS] * 2
         assert tier.faults() == {"wrong_key": 2}
     assert fetch(open_s3(codec=right), 1, 2) == [Outcome.OK] * 2
+
+
+def test_a_block_that_was_packed_takes_fewer_bytes_and_is_read_by_who_packs_nothing(
+    open_s3: OPEN, bucket: Bucket, s3_settings: S3Settings
+) -> None:
+    packing = AutoPacking()
+    reads = Codec(transforms={packing.number: packing})
+    tier = open_s3(codec=replace(reads, packs_with=packing), on_sent=packing.sent)
+    block = meta(1, 1 << 20)
+    bits = np.random.default_rng(1).normal(size=block.payload_bytes // 2).astype(np.float32).view(np.uint32) >> 16
+    content = memoryview(bits.astype("<u2").tobytes())
+    assert tier.write([block], [content]) == [Outcome.OK]
+    stored = bucket.get(name_of(s3_settings, 1))
+    assert len(stored) == tier.usage().used_bytes < 0.8 * block.payload_bytes
+    for reader in (tier, open_s3(codec=reads), open_s3(replace(s3_settings, multipart_threshold_bytes=1), codec=reads)):
+        view = blank(block)
+        assert reader.read([block], [view]) == [Outcome.OK]
+        assert view == content
+    bucket.put(name_of(s3_settings, 1), stored[:-1] + bytes([stored[-1] ^ 1]))
+    assert tier.read([block], [view]) == [Outcome.CORRUPT]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "long", "empty", "foreign"])
