@@ -245,6 +245,18 @@ class Client:
     def evict(self, tiers: list[str], drop: bool = False, deadline_s: float = 60.0) -> wire.Evicted:
         return self._ask(wire.Evict(tiers, drop), wire.Evicted, deadline_s)
 
+    def verify(
+        self, tiers: Sequence[str] = (), repair: bool = False, drop_wrong_key: bool = False
+    ) -> wire.VerifyReport:
+        """Begin a verification. Raises ProtocolError (busy) where one is under way."""
+        return self._ask(wire.Verify(list(tiers), repair, drop_wrong_key), wire.VerifyReport, None)
+
+    def verify_status(self) -> wire.VerifyReport:
+        return self._ask(wire.VerifyStatus(), wire.VerifyReport, None)
+
+    def verify_cancel(self) -> wire.VerifyReport:
+        return self._ask(wire.VerifyCancel(), wire.VerifyReport, None)
+
     def stats(self) -> dict[str, object]:
         """Return the snapshot of docs/stats.md."""
         return self._ask(wire.Stats(), wire.StatsReply, None).stats

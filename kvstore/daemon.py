@@ -292,6 +292,8 @@ class Daemon:
             case wire.Evict():
                 store.evict(request, reply)
                 return None
+            case wire.Verify() | wire.VerifyStatus() | wire.VerifyCancel():
+                return store.verify(request)
             case wire.SessionGet():
                 store.sessions.get(request, reply)
                 return None

@@ -379,6 +379,59 @@ class Evicted(Message, frozen=True, tag=True):
     kept: dict[str, int]
 
 
+class Verify(Message, frozen=True, tag=True):
+    """Begin to walk over these tiers ("ssd", "s3"; none named: all there are) and check everything in them.
+
+    `repair` deletes what is damaged, `drop_wrong_key` what is encrypted with a key that the daemon does not have.
+    Answered, as the next two are, by VerifyReport at once.
+    """
+
+    tiers: list[str]
+    repair: bool = False
+    drop_wrong_key: bool = False
+
+
+class VerifyStatus(Message, frozen=True, tag=True): ...
+
+
+class VerifyCancel(Message, frozen=True, tag=True): ...
+
+
+class ScrubFinding(msgspec.Struct, frozen=True):
+    """Something that is not as it should be, in the words of `tiers/scrub.py`."""
+
+    verdict: str
+    area: str
+    name: str
+    why: str
+    is_removed: bool
+
+
+class ScrubReport(msgspec.Struct, frozen=True):
+    """The walk over one tier. `counts` is by area ("blocks", "records", "slots", "files") and verdict; `examples` are
+    the first few findings of each verdict. `removed` is by area. `total` is how many blocks there are,
+    where that is known beforehand.
+
+    `state` is "running", "done", "cancelled" or "failed": the tier stopped answering.
+    """
+
+    counts: dict[str, dict[str, int]] = {}
+    examples: list[ScrubFinding] = []
+    removed: dict[str, int] = {}
+    num_seen: int = 0
+    num_bytes: int = 0
+    total: int | None = None
+    seconds: float = 0.0
+    state: str = "running"
+
+
+class VerifyReport(Message, frozen=True, tag=True):
+    """By tier; of the last verification where none is running."""
+
+    is_running: bool
+    tiers: dict[str, ScrubReport]
+
+
 class Stats(Message, frozen=True, tag=True): ...
 
 
@@ -405,6 +458,9 @@ Request = (
     | SessionPin
     | SessionDelete
     | Evict
+    | Verify
+    | VerifyStatus
+    | VerifyCancel
     | Stats
 )
 Reply = (
@@ -421,6 +477,7 @@ Reply = (
     | Sessions
     | SessionDeleted
     | Evicted
+    | VerifyReport
     | StatsReply
 )
 

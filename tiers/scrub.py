@@ -78,14 +78,16 @@ class Tally:
     examples: list[Finding] = field(default_factory=list)
     num_seen: int = 0
     num_bytes: int = 0
-    num_removed: int = 0
+    removed: dict[str, int] = field(default_factory=dict)
+    """By area."""
     total: int | None = None
 
     def add(self, step: Step) -> None:
         self._count(step.area, Verdict.OK, step.num_ok)
         for finding in step.findings:
             self._count(finding.area, finding.verdict, 1)
-            self.num_removed += finding.is_removed
+            if finding.is_removed:
+                self.removed[finding.area] = self.removed.get(finding.area, 0) + 1
             if sum(known.verdict is finding.verdict for known in self.examples) < MAX_EXAMPLES:
                 self.examples.append(finding)
         self.num_bytes += step.num_bytes
@@ -101,9 +103,9 @@ class Tally:
 class ScrubbedTier(Protocol):
     """A tier that can be walked over while it serves."""
 
-    def scrub(self, orders: Orders) -> Iterator[Step]:
-        """Look at everything; each step reads at most a few MiB, or one block. Raises TierUnavailable where the medium
-        fails as a whole. May be left at any step."""
+    def scrub(self, orders: Orders, parallel: int = 1) -> Iterator[Step]:
+        """Look at everything; each step reads at most a few MiB, or one block. `parallel`: so many requests may be made
+        at once. Raises TierUnavailable where the medium fails as a whole. May be left at any step."""
         ...
 
 

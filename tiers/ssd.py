@@ -167,8 +167,8 @@ class SsdTier:
         """Return how often which fault was met since the start, the drops at opening included."""
         return self._faults.counts()
 
-    def scrub(self, orders: Orders) -> Iterator[Step]:
-        """As `ScrubbedTier.scrub`."""
+    def scrub(self, orders: Orders, parallel: int = 1) -> Iterator[Step]:
+        """As `ScrubbedTier.scrub`, but always one read at a time."""
         scrub = SsdScrub(
             self._space.folder,
             self._index,

@@ -39,7 +39,7 @@ _LONG_LIFE_S = 60.0
 
 OnResult = Callable[[ops.Result], None]
 SmallOp = ops.RecordPut | ops.RecordGet | ops.RecordDelete | ops.Discover | ops.Recover
-SubmitOp = ops.Read | ops.Write | ops.Delete | SmallOp
+SubmitOp = ops.Read | ops.Write | ops.Delete | ops.Scrub | SmallOp
 
 
 @dataclass(slots=True)
@@ -83,6 +83,7 @@ class WorkerLink:
         self._store_window_bytes = store_window_bytes
         self._store_window_ops = store_window_ops
         self._on_recovered = on_recovered
+        self._on_scrubbed: Callable[[ops.Scrubbed], None] = lambda reply: None
         self._clock = clock
         self._socket: zmq.Socket[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -208,6 +209,18 @@ class WorkerLink:
             self._records_out += 1
             self._send([(op, _Out(on_result, 0, is_record=True))])
 
+    def scrub(self, op: ops.Scrub, on_step: Callable[[ops.Scrubbed], None], on_result: OnResult) -> None:
+        """Begin a walk over the tier; the one before must have ended. UNAVAILABLE at once where the tier is down."""
+        if not self.ready:
+            on_result(ops.Result(op.op, Outcome.UNAVAILABLE))
+            return
+        self._on_scrubbed = on_step
+        self._send([(op, _Out(on_result, 0))])
+
+    def cancel_scrub(self) -> None:
+        """Ask the worker to end the walk; its result is still to come."""
+        self._tell(ops.CancelScrub())
+
     @property
     def is_loading(self) -> bool:
         """Whether somebody waits for a block from this tier."""
@@ -300,11 +313,17 @@ class WorkerLink:
                 self._on_recovered(reply)
                 if reply.done:
                     self._settle(ops.Result(reply.op, Outcome.OK))
-                elif self._socket is not None:
-                    with contextlib.suppress(zmq.Again):  # of a worker that is gone nothing more comes anyway
-                        self._socket.send(ops.encoder.encode([ops.Continue()]), zmq.NOBLOCK)
+                else:
+                    self._tell(ops.Continue())
+            case ops.Scrubbed():
+                self._on_scrubbed(reply)
             case ops.Result():
                 self._settle(reply)
+
+    def _tell(self, op: ops.Continue | ops.CancelScrub) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(zmq.Again):  # of a worker that is gone nothing more comes anyway
+                self._socket.send(ops.encoder.encode([op]), zmq.NOBLOCK)
 
     def _settle(self, result: ops.Result) -> None:
         out = self._out.pop(result.op, None)

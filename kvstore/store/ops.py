@@ -10,6 +10,7 @@ import numpy as np
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
+from kvstore.wire import ScrubReport
 from tiers.base import RecoveredBatch
 
 
@@ -88,11 +89,37 @@ class Continue(msgspec.Struct, frozen=True, tag=True):
     """A Recovered message has been taken in; one more may come."""
 
 
+class Scrub(msgspec.Struct, frozen=True, tag=True):
+    """Walk over everything in the tier. Answered by Scrubbed ones and, in the end, one Result: OK, CANCELLED or
+    UNAVAILABLE."""
+
+    op: int
+    repair: bool
+    drop_wrong_key: bool
+
+
+class CancelScrub(msgspec.Struct, frozen=True, tag=True):
+    """End the walk that is under way, if there is one."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish what has begun, close the tier and exit."""
 
 
-Op = Read | Write | Delete | RecordPut | RecordGet | RecordDelete | Discover | Recover | Continue | Stop
+Op = (
+    Read
+    | Write
+    | Delete
+    | RecordPut
+    | RecordGet
+    | RecordDelete
+    | Discover
+    | Recover
+    | Continue
+    | Scrub
+    | CancelScrub
+    | Stop
+)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -143,6 +170,14 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
     done: bool = False
 
 
+class Scrubbed(msgspec.Struct, frozen=True, tag=True):
+    """How far a walk is. `lost` are the joined keys of blocks that it has removed since the last one."""
+
+    op: int
+    report: ScrubReport
+    lost: bytes = b""
+
+
 class Level(msgspec.Struct, frozen=True, tag=True):
     """How full the tier is, and its faults so far by kind; sent after every batch that may have changed it."""
 
@@ -174,7 +209,7 @@ class BucketLevel(msgspec.Struct, frozen=True, tag=True):
     waits: str = ""
 
 
-Reply = Tombstones | BucketLevel | Ready | Failed | Result | Recovered | Level
+Reply = Tombstones | BucketLevel | Ready | Failed | Result | Recovered | Scrubbed | Level
 
 encoder = msgspec.msgpack.Encoder()
 op_decoder: msgspec.msgpack.Decoder[list[Op]] = msgspec.msgpack.Decoder(list[Op])

@@ -33,6 +33,7 @@ from kvstore.store.session import SessionTable
 from kvstore.store.session_requests import SessionRequests
 from kvstore.store.snapshot import error_counts, ram_stats, session_counts, slow_tier_stats
 from kvstore.store.stats import Counts, RequestStats
+from kvstore.store.verification import Verification
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
 from tiers.ram import RamTier
@@ -103,6 +104,7 @@ class Store:
         )
         if TierKind.S3 in links:
             links[TierKind.S3].on_tombstones = self.sessions.buried
+        self._verification = Verification(catalog, links, self._on_lost)
         self._next_liveness = self._next_housekeeping = self._next_expiry = 0.0
         self._was_ready = dict.fromkeys(links, False)
         self.is_recovered = TierKind.SSD not in links
@@ -292,6 +294,16 @@ class Store:
     def evict(self, request: wire.Evict, reply: Reply) -> None:
         check_order(request, self._links)
         Eviction(self._catalog, self._room, request, self.sessions.doomed, reply)
+
+    def verify(self, request: wire.Verify | wire.VerifyStatus | wire.VerifyCancel) -> wire.VerifyReport:
+        """As the messages say. Raises ProtocolError."""
+        match request:
+            case wire.Verify():
+                return self._verification.start(request)
+            case wire.VerifyStatus():
+                return self._verification.report()
+            case wire.VerifyCancel():
+                return self._verification.cancel()
 
     def stats(self) -> wire.StatsReply:
         ram = ram_stats(self._catalog, self._ram, self._room, self._requests)

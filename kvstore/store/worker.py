@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import zmq
@@ -35,11 +35,13 @@ from kvstore.store import ops
 from kvstore.store.encryption import load_keys
 from kvstore.store.janitor import Janitor, JanitorSettings
 from kvstore.store.prefix_search import PrefixSearch
+from kvstore.store.scrubber import Scrubber
 from kvstore.store.tombstone import TOMBSTONE_PREFIX
 from tiers.base import Record, RecordStore, Tier, Usage
 from tiers.codec import Codec
 from tiers.inventory import Inventory
 from tiers.region import Region
+from tiers.scrub import ScrubbedTier
 
 _log = logging.getLogger(__name__)
 # What was recovered and the control thread has not taken in yet: a few MiB, however much the tier holds.
@@ -81,7 +83,7 @@ def main() -> int:
     socket.connect(settings.socket)
     try:
         region = Region.attach(Path(settings.region_path), settings.epoch)
-        tier, records, inventory = _open(settings)
+        tier, records, inventory = open_tier(settings)
     except KVStoreError as error:
         failed = ops.Failed(str(error), fatal=isinstance(error, ConfigError))
         socket.send(ops.encoder.encode([failed]))
@@ -126,6 +128,9 @@ class Worker:
         self._askers = max(1, threads // 2)
         self._level_sent = ops.Level(0, 0, None, {})
         self._is_stopping = False
+        self._reads_lock = threading.Lock()
+        self._num_reads = 0
+        self._scrubber = Scrubber(cast(ScrubbedTier, tier), self.answer, lambda: self._num_reads > 0)
         self._recovery_room = threading.Semaphore(_RECOVERED_AHEAD)
         self._writes: queue.SimpleQueue[ops.Op | None] = queue.SimpleQueue()
         writers = 1 if batching else max(1, threads // 2)
@@ -163,6 +168,7 @@ class Worker:
                 case ops.Stop():
                     return False
                 case ops.Read():
+                    self._count_reads(1)
                     self._readers.submit(self._run, op.op, partial(self._read, op))
                 case ops.RecordGet():
                     self._readers.submit(self._run, op.op, partial(self._record_get, op))
@@ -172,17 +178,23 @@ class Worker:
                     self._readers.submit(self._recover, op)
                 case ops.Continue():
                     self._recovery_room.release()
+                case ops.Scrub():
+                    self._scrubber.start(op)
+                case ops.CancelScrub():
+                    self._scrubber.cancel()
                 case _:
                     self._writes.put(op)
         return True
 
     def _finish(self) -> None:
         self._is_stopping = True
+        self._scrubber.cancel()
         for _ in self._writers:
             self._writes.put(None)
         for writer in self._writers:
             writer.join()
         self._readers.shutdown(wait=True, cancel_futures=True)
+        self._scrubber.close()
         self._send_answers()
         os.close(self._wake)
 
@@ -221,9 +233,16 @@ class Worker:
         self.answer(msgspec.structs.replace(result, seconds=seconds))
 
     def _read(self, op: ops.Read) -> ops.Result:
-        with self._region.view(op.offset, op.meta.payload_bytes) as view:
-            (outcome,) = self._tier.read([op.meta.unpack()], [view])
+        try:
+            with self._region.view(op.offset, op.meta.payload_bytes) as view:
+                (outcome,) = self._tier.read([op.meta.unpack()], [view])
+        finally:
+            self._count_reads(-1)
         return ops.Result(op.op, outcome)
+
+    def _count_reads(self, number: int) -> None:
+        with self._reads_lock:
+            self._num_reads += number
 
     def _record_get(self, op: ops.RecordGet) -> ops.Result:
         record = self._records.get(op.name)
@@ -360,7 +379,8 @@ def _faults(tier: Tier) -> dict[str, int]:
     return dict(faults()) if callable(faults) else {}
 
 
-def _open(settings: WorkerSettings) -> tuple[Tier, RecordStore, Inventory | None]:
+def open_tier(settings: WorkerSettings) -> tuple[Tier, RecordStore, Inventory | None]:
+    """Open the tier that the settings name. Raises ConfigError, TierUnavailable."""
     # Imported here, so that the SSD's worker does not carry boto3 and the bucket's does not carry LMDB.
     codec = Codec(load_keys(settings.encryption))
     if settings.tier == "ssd":

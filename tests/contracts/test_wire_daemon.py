@@ -101,6 +101,9 @@ def test_every_request_of_an_attached_engine_gets_its_reply(peer: Raw, engine: t
         "SessionPin": wire.Done,
         "SessionDelete": wire.SessionDeleted,
         "Evict": wire.Evicted,
+        "Verify": wire.VerifyReport,
+        "VerifyStatus": wire.VerifyReport,
+        "VerifyCancel": wire.VerifyReport,
         "Stats": wire.StatsReply,
     }
     samples = {name(message): message for message in reversed(REQUESTS)}
@@ -173,6 +176,8 @@ BAD_REQUESTS: list[wire.Message] = [
     wire.Evict(["hbm"]),
     wire.Evict(["s3"]),
     wire.Evict(["ram", "\U0001f642"]),
+    wire.Verify(["ram"]),
+    wire.Verify(["ssd", "\U0001f642"]),
 ]
 
 

@@ -35,6 +35,9 @@ REQUESTS: list[wire.Message] = [
     wire.SessionPin("chat", True, "", NAMESPACE.digest()),
     wire.SessionDelete("chat", "", NAMESPACE.digest()),
     wire.Evict(["ram"], False),
+    wire.Verify(["ssd"], True, False),
+    wire.VerifyStatus(),
+    wire.VerifyCancel(),
     wire.Stats(),
 ]
 REPLIES: list[wire.Message] = [
@@ -51,6 +54,10 @@ REPLIES: list[wire.Message] = [
     wire.Sessions([VIEW], 1),
     wire.SessionDeleted(3, 4),
     wire.Evicted({"ram": 3}, {"ram": 0}),
+    wire.VerifyReport(
+        True,
+        {"ssd": wire.ScrubReport({"blocks": {"ok": 3}}, [wire.ScrubFinding("corrupt", "blocks", "ab", "why", True)])},
+    ),
     wire.StatsReply({"tiers": {"ram": {"blocks": 3, "hit": None, "p50": 0.5}}, "list": [1, "a"]}),
 ]
 

@@ -165,6 +165,8 @@ class ThreadlessLink(WorkerLink):
                     self.worker._discover(op)
                 case ops.Recover():
                     self.worker._recover(op)
+                case ops.Scrub():
+                    self.worker._scrubber.run(op)
         if done:
             self.worker.answer(self.worker._level())
         answers = []
