@@ -36,11 +36,11 @@ class Verification:
     def start(self, order: Verify) -> VerifyReport:
         """Raises ProtocolError, and has begun nothing then: bad_request where the order names a tier that there is not,
         busy where a verification is under way or a tier is down."""
-        if self._is_running():
-            raise ProtocolError(ErrorCode.BUSY, "a verification is under way already")
         known = {tier.label: tier for tier in self._links}
         if unknown := [name for name in order.tiers if name not in known]:
             raise ProtocolError(ErrorCode.BAD_REQUEST, f"there is no tier {unknown[0]!r} to verify")
+        if self._is_running():
+            raise ProtocolError(ErrorCode.BUSY, "a verification is under way already")
         tiers = [tier for name, tier in known.items() if name in order.tiers or not order.tiers]
         if down := [tier.label for tier in tiers if not self._links[tier].ready]:
             raise ProtocolError(ErrorCode.BUSY, f"the tier {down[0]} does not answer now; try again later")
