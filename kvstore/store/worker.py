@@ -6,7 +6,7 @@ standard input; it ends on Stop and dies with its parent.
 
     main thread      receives operations, hands them out, sends results
     reader threads   one block at a time, so that blocks land one by one
-    writer threads   batches where the tier syncs per batch (SSD: one thread), single blocks else (S3)
+    writer threads   batches where the tier syncs per batch (SSD: two threads), single blocks else (S3)
 """
 
 import logging
@@ -32,6 +32,7 @@ from kvstore.core.key import BlockKey, split_keys
 from kvstore.core.outcome import Outcome
 from kvstore.process import end_with_parent
 from kvstore.store import ops
+from kvstore.store.batches import Change, Changes
 from kvstore.store.encryption import load_keys
 from kvstore.store.janitor import Janitor, JanitorSettings
 from kvstore.store.prefix_search import PrefixSearch
@@ -49,6 +50,8 @@ _RECOVERED_AHEAD = 4
 _RECORD_BYTES_PER_MESSAGE = 256 << 10
 _LOOK_EVERY_S = 0.5
 _SSD_BATCH_BYTES = 32 << 20
+# One batch is written while the other is being synced.
+_SSD_WRITERS = 2
 # Its last request may be under way; the daemon waits for all of a worker's end only so long.
 _JANITOR_STOP_S = 2.0
 
@@ -120,7 +123,6 @@ class Worker:
         self._tier = tier
         self._records = records
         self._region = region
-        self._batching = batching
         self._answers: queue.SimpleQueue[ops.Reply] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="reader")
@@ -132,8 +134,8 @@ class Worker:
         self._num_reads = 0
         self._scrubber = Scrubber(cast(ScrubbedTier, tier), self.answer, lambda: self._num_reads > 0)
         self._recovery_room = threading.Semaphore(_RECOVERED_AHEAD)
-        self._writes: queue.SimpleQueue[ops.Op | None] = queue.SimpleQueue()
-        writers = 1 if batching else max(1, threads // 2)
+        self._changes = Changes(_SSD_BATCH_BYTES if batching else 0)
+        writers = _SSD_WRITERS if batching else max(1, threads // 2)
         # Keeps the bucket in order, where there is one.
         self.janitor: Janitor | None = None
         self._writers = [threading.Thread(target=self._write_loop, name=f"writer-{i}") for i in range(writers)]
@@ -163,10 +165,13 @@ class Worker:
         self._finish()
 
     def _accept(self, accepted: list[ops.Op]) -> bool:
+        changes: list[Change] = []
+        going_on = True
         for op in accepted:
             match op:
                 case ops.Stop():
-                    return False
+                    going_on = False
+                    break
                 case ops.Read():
                     self._count_reads(1)
                     self._readers.submit(self._run, op.op, partial(self._read, op))
@@ -183,14 +188,15 @@ class Worker:
                 case ops.CancelScrub():
                     self._scrubber.cancel()
                 case _:
-                    self._writes.put(op)
-        return True
+                    changes.append(op)
+        # At once, so that the first thread that is free finds a batch and not a single operation.
+        self._changes.put(changes)
+        return going_on
 
     def _finish(self) -> None:
         self._is_stopping = True
         self._scrubber.cancel()
-        for _ in self._writers:
-            self._writes.put(None)
+        self._changes.close()
         for writer in self._writers:
             writer.join()
         self._readers.shutdown(wait=True, cancel_futures=True)
@@ -293,36 +299,19 @@ class Worker:
     # ------------------------------------------------------------ writing
 
     def _write_loop(self) -> None:
-        following: ops.Op | None = None
-        while True:
-            op = following or self._writes.get()
-            following = None
-            if op is None:
-                return
-            if isinstance(op, ops.Write | ops.Delete):
-                batch, following = self._batch(op)
-                self._run_batch(batch)
-            elif isinstance(op, ops.RecordPut | ops.RecordDelete):
-                self._run(op.op, partial(self._record, op))
-            if following is None and self._writes.empty():
+        while batch := self._changes.take():
+            try:
+                if isinstance(batch[0], ops.Write | ops.Delete):
+                    self._run_batch(batch)
+                else:
+                    for op in batch:
+                        self._run(op.op, partial(self._record, op))
+            finally:
+                self._changes.done(batch)
+            if self._changes.is_empty:
                 self.answer(self._level())
 
-    def _batch(self, first: ops.Write | ops.Delete) -> tuple[list[ops.Write | ops.Delete], ops.Op | None]:
-        """Take what else is waiting and of the same kind; return also the operation that came after it, if any."""
-        batch = [first]
-        taken_bytes = first.meta.payload_bytes if isinstance(first, ops.Write) else 0
-        while self._batching and taken_bytes < _SSD_BATCH_BYTES and not self._writes.empty():
-            op = self._writes.get()
-            if op is None or type(op) is not type(first):
-                if op is None:
-                    self._writes.put(None)
-                return batch, op
-            assert isinstance(op, ops.Write | ops.Delete)
-            batch.append(op)
-            taken_bytes += op.meta.payload_bytes if isinstance(op, ops.Write) else 0
-        return batch, None
-
-    def _run_batch(self, batch: list[ops.Write | ops.Delete]) -> None:
+    def _run_batch(self, batch: list[Change]) -> None:
         started = time.monotonic()
         try:
             outcomes = self._write_batch(batch) if isinstance(batch[0], ops.Write) else self._delete_batch(batch)
@@ -333,7 +322,7 @@ class Worker:
         for op, outcome in zip(batch, outcomes, strict=True):
             self.answer(ops.Result(op.op, outcome, seconds=seconds))
 
-    def _write_batch(self, batch: list[ops.Write | ops.Delete]) -> list[Outcome]:
+    def _write_batch(self, batch: list[Change]) -> list[Outcome]:
         writes = [op for op in batch if isinstance(op, ops.Write)]
         if len(writes) == 1 and writes[0].may_exist:
             known = self._tier.contains([writes[0].meta.unpack().key])
@@ -346,15 +335,16 @@ class Worker:
             for view in views:
                 view.release()
 
-    def _delete_batch(self, batch: list[ops.Write | ops.Delete]) -> list[Outcome]:
+    def _delete_batch(self, batch: list[Change]) -> list[Outcome]:
         return self._tier.delete([BlockKey(op.key) for op in batch if isinstance(op, ops.Delete)])
 
-    def _record(self, op: ops.RecordPut | ops.RecordDelete) -> ops.Result:
+    def _record(self, op: Change) -> ops.Result:
         if isinstance(op, ops.RecordPut):
             etag = self._records.put(op.name, op.data, if_match=op.if_match, if_absent=op.if_absent)
             if etag is not None and self.janitor is not None and op.name.startswith(TOMBSTONE_PREFIX):
                 self.janitor.wake()
             return ops.Result(op.op, Outcome.EXISTS) if etag is None else ops.Result(op.op, Outcome.OK, etag=etag)
+        assert isinstance(op, ops.RecordDelete)
         return ops.Result(op.op, Outcome.OK if self._records.delete(op.name) else Outcome.MISS)
 
     def _level(self) -> ops.Level:
