@@ -22,11 +22,12 @@ from tiers.segments import Segments
 @dataclass(slots=True)
 class Findings:
     """`outcomes[i]` answers `blocks[i]`. `broken` copies hold wrong bytes, `unreadable` ones the disk did not give
-    back."""
+    back, and `locked` ones no key here opens."""
 
     outcomes: list[Outcome]
     broken: list[IndexEntry] = field(default_factory=list)
     unreadable: list[IndexEntry] = field(default_factory=list)
+    locked: list[IndexEntry] = field(default_factory=list)
 
 
 class BlockReader:
@@ -63,7 +64,9 @@ class BlockReader:
         def accept(header: memoryview | None, stored: memoryview) -> None:
             outcome = self._verified(entry, header, stored, into)
             findings.outcomes[number] = outcome
-            if outcome is Outcome.CORRUPT:
+            if outcome is Outcome.MISS:
+                findings.locked.append(entry)
+            elif outcome is Outcome.CORRUPT:
                 (findings.unreadable if header is None else findings.broken).append(entry)
 
         return Incoming(entry.place.slot, into, accept)

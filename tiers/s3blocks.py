@@ -17,6 +17,7 @@ from kvstore.core.outcome import Outcome
 from tiers.codec import Codec
 from tiers.faults import FaultCounter
 from tiers.objects import ObjectFault, ObjectStore
+from tiers.otherkeys import OtherKeys
 from tiers.s3calls import Runner
 from tiers.s3client import S3Settings
 from tiers.s3large import LargeObjects
@@ -43,6 +44,7 @@ class S3Blocks:
         self._codec = codec
         self._run = run
         self._faults = faults
+        self._locked: OtherKeys[None] = OtherKeys()
         self._on_sent = on_sent
         self._clock = clock
 
@@ -52,7 +54,9 @@ class S3Blocks:
         return self._settings.key(f"blocks/{text[:2]}/{text}")
 
     def head(self, key: BlockKey) -> Outcome:
-        """OK or MISS."""
+        """OK or MISS, MISS also for what is known to be encrypted with another key."""
+        if key in self._locked:
+            return Outcome.MISS
         found = self._run(lambda deadline, _attempt: self._objects.head(self.name(key), deadline))
         return Outcome.MISS if found is None else Outcome.OK
 
@@ -62,6 +66,8 @@ class S3Blocks:
         pieces = self._codec.seal(meta, payload)
         num_bytes = sum(len(piece) for piece in pieces)
         began_s = self._clock()
+        if self._locked.take([meta.key]):
+            self._quarantine(meta.key)
         if num_bytes >= self._settings.multipart_threshold_bytes:
             is_stored = self._large.put(self.name(meta.key), pieces)
         else:
@@ -87,6 +93,7 @@ class S3Blocks:
         except WrongKey as error:
             # It stays: a start with the wrong key must not empty the bucket.
             self._faults.count("wrong_key", detail=f"block {meta.key.hex()[:12]}: {error}")
+            self._locked.add(meta.key, None)
             return Outcome.MISS
         return Outcome.OK
 
@@ -125,7 +132,7 @@ class S3Blocks:
         with contextlib.suppress(TierUnavailable):
             is_deleted = self._run(delete)
         if not is_deleted:
-            self._faults.count("delete_refused", detail=f"the damaged block {key.hex()[:12]} stays in the bucket")
+            self._faults.count("delete_refused", detail=f"the bad copy of block {key.hex()[:12]} stays in the bucket")
 
 
 class _Incoming:

@@ -39,6 +39,7 @@ from tiers.dirlock import FolderLock, own_folder
 from tiers.environment import sync_folder
 from tiers.faults import FaultCounter
 from tiers.index import BYTES_PER_ENTRY, IndexEntry, IndexFull, Place
+from tiers.otherkeys import OtherKeys
 from tiers.pieces import PieceMover
 from tiers.reader import BlockReader
 from tiers.records import LmdbRecords
@@ -95,6 +96,7 @@ class SsdTier:
         self._is_straight = huge_slots
         self._faults = FaultCounter("ssd", clock)
         self._calls = RunningCalls()
+        self._locked: OtherKeys[IndexEntry] = OtherKeys()
         self._counts_lock = Lock()
         self._record_bytes = MIB
         with contextlib.ExitStack() as opened:
@@ -114,7 +116,11 @@ class SsdTier:
     def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         with self._calls.enter() as is_open, self._unavailable_counted():
             if is_open:
-                return [Outcome.OK if found else Outcome.MISS for found in self._index.contains(keys)]
+                found = self._index.contains(keys)
+                return [
+                    Outcome.OK if is_in and key not in self._locked else Outcome.MISS
+                    for key, is_in in zip(keys, found, strict=True)
+                ]
         return [Outcome.UNAVAILABLE] * len(keys)
 
     def read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
@@ -257,6 +263,8 @@ class SsdTier:
         self._quarantine(findings.broken, reuse=True)
         # The disk may be bad there, so nothing is written to these slots before the next start.
         self._quarantine(findings.unreadable, reuse=False)
+        for entry in findings.locked:
+            self._locked.add(entry.meta.key, entry)
         return findings.outcomes
 
     def _quarantine(self, entries: Sequence[IndexEntry], *, reuse: bool) -> None:
@@ -272,11 +280,18 @@ class SsdTier:
         keys, places = [entry.meta.key for entry in entries], [entry.place for entry in entries]
         return {entry.meta.key for entry in self._remove(keys, places, reuse=reuse) if entry is not None}
 
+    def _drop_locked(self, count: int) -> bool:
+        """Give up copies that no key here opens, for room; return whether there were any."""
+        with contextlib.suppress(IndexFull, TierUnavailable):
+            return bool(self._drop(self._locked.take_oldest(count), True))
+        return False
+
     # ------------------------------------------------------------ writing
 
     def _write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         first: dict[BlockKey, int] = {}
+        self._drop(self._locked.take(meta.key for meta in blocks), True)
         present = self._index.contains([meta.key for meta in blocks])
         for index, meta in enumerate(blocks):
             if present[index]:
@@ -307,6 +322,8 @@ class SsdTier:
             self._record_bytes = record_bytes
             try:
                 taken = self._segments.take(record_bytes, len(indices))
+                if (num_short := len(indices) - len(taken)) and self._drop_locked(num_short):
+                    taken += self._segments.take(record_bytes, num_short)
             except OSError as error:
                 outcomes.update(dict.fromkeys(indices, self._write_fault(error)))
                 continue
