@@ -126,7 +126,6 @@ def test_a_fault_becomes_an_exit_code_and_advice_on_stderr(
         ["nonsense"],
         ["stats", "--nonsense"],
         ["evict"],
-        ["verify"],
         ["sessions", "show"],
         ["evict", "--tier", "hbm"],
         ["evict", "--tier", ","],
