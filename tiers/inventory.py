@@ -56,3 +56,10 @@ class Inventory(Protocol):
     def delete_blocks(self, keys: Sequence[BlockKey]) -> int:
         """Delete at most DELETE_AT_ONCE blocks, there or not; return how many the server refused to delete."""
         ...
+
+    def abort_uploads(self, begun_before_s: float) -> int:
+        """Free what uploads in parts left behind that began before that time of the server's clock; return how many.
+
+        No listing shows them, and they are paid for all the same.
+        """
+        ...

@@ -45,3 +45,6 @@ class S3Inventory:
 
     def delete_blocks(self, keys: Sequence[BlockKey]) -> int:
         return sum(outcome != Outcome.OK for outcome in self._tier.delete(keys))
+
+    def abort_uploads(self, begun_before_s: float) -> int:
+        return self._tier.abort_unfinished_uploads(begun_before_s)

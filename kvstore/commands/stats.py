@@ -97,6 +97,7 @@ def view(snapshot: Snapshot) -> View:
         *_request_lines(requests),
         *_session_lines(_section(snapshot, "sessions")),
         *_store_lines(_section(snapshot, "store")),
+        *_bucket_lines(_section(_section(tiers, "s3"), "bucket")),
         f"errors: {_counts(_section(snapshot, 'errors'))}",
     ]
     return View(columns, rows, lines)
@@ -156,6 +157,18 @@ def _store_lines(store: Snapshot) -> list[str]:
         return []
     refused = _counts(_section(store, "refused"))
     return [f"stored blocks: {store.get('blocks_stored', 0)}, refused: {refused}"]
+
+
+def _bucket_lines(bucket: Snapshot) -> list[str]:
+    if not bucket.get("has_lease"):
+        return []
+    there = "not listed yet"
+    if bucket.get("blocks") is not None:
+        there = f"{bucket['blocks']} blocks, {approximate_size(bucket.get('bytes', 0))}"
+    parts = [there, f"sessions {bucket.get('sessions', 0)}", f"deleted: {_counts(_section(bucket, 'deleted'))}"]
+    if bucket.get("waits"):
+        parts.append(f"waits: {bucket['waits']}")
+    return [f"bucket, kept in order by this daemon: {', '.join(parts)}"]
 
 
 def _show(snapshot: Snapshot, json: bool, console: Console) -> None:

@@ -4,7 +4,8 @@ One sweep, under the lease:
 
     1  sessions whose time is over get a tombstone                      (bucket_graves.py does the rest)
     2  every block is listed once; one that no session record names and that is older than it may be is deleted
-    3  where what is left is above the limit: blocks of no session, oldest first; then, of the session that was used
+    3  uploads in parts that somebody began and never ended are aborted
+    4  where what is left is above the limit: blocks of no session, oldest first; then, of the session that was used
        longest ago, those blocks that it shares with no other, from the end to the head; then of the next one, pinned
        sessions last. Its record stays, so the chat goes on, and says how many blocks are left
 
@@ -16,6 +17,7 @@ rest grows old as well. A block that is stored again is uploaded again.
 Ages are by the server's clock. Memory is some columns of numbers, 24 bytes for each block in the bucket.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -24,6 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.store import record as records
 from kvstore.store.bucket_graves import Graves, delete_in_order
@@ -94,6 +97,7 @@ class Sweep:
         marks, counts = self._index.marks()
         sizes = np.zeros(len(marks), dtype=np.int64)
         loose = self._walk(marks, sizes, now_s)
+        self._abort_uploads(now_s)
         if self._limits.max_bytes and self.num_bytes > self._limits.max_bytes:
             self._shrink(marks, counts, sizes, loose)
 
@@ -151,6 +155,13 @@ class Sweep:
         used = is_among(marks_of(b"".join(keys)), self._index.marks()[0])
         orphans = [key for key, is_used in zip(keys, used, strict=True) if not is_used]
         delete_in_order(self._inventory, orphans, self._go_on, self._deleted, "orphan_blocks")
+
+    def _abort_uploads(self, now_s: float) -> None:
+        self._go_on()
+        # Credentials need not allow it, and the rest of a sweep matters more.
+        with contextlib.suppress(TierUnavailable):
+            aborted = self._inventory.abort_uploads(now_s - self._limits.orphan_grace_s)
+            self._deleted.add("aborted_uploads", aborted)
 
     # ------------------------------------------------------------ too much
 

@@ -25,8 +25,8 @@ from tiers.base import RecordStore
 from tiers.inventory import Inventory
 
 _log = logging.getLogger(__name__)
-# A million blocks are listed in 20 s then, and the daemon's own requests hardly notice.
-REQUESTS_PER_S: Final = 50.0
+# A million blocks are listed in 50 s then, and the worker's other threads hardly notice.
+REQUESTS_PER_S: Final = 20.0
 _AGAIN_AFTER_S = 5.0
 # The first one too: a daemon that restarts again and again must not list the bucket each time.
 _SWEEP_AGAIN_AFTER_S = 60.0

@@ -14,6 +14,7 @@ from kvstore.store import record as records
 from kvstore.store.bucket_lease import LEASE_S
 from kvstore.store.tombstone import TOMBSTONE_PREFIX
 from tests.support.chats import Prefix
+from tests.support.memory import MemoryInventory
 from tests.support.rig import JANITOR, Rig, memory
 from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, get, ids, put, turn, view
 
@@ -354,6 +355,21 @@ def test_a_bucket_that_is_away_is_tried_again(make_rig: MakeRig, bucket: Bucket)
     rig.settle(seconds=2000.0)
     level = rig.stats()["tiers"]["s3"]["bucket"]
     assert level["waits"] == "" and level["has_lease"] and level["swept_s"] > 0
+
+
+def test_uploads_in_parts_that_nobody_ended_are_aborted_once_they_are_old(make_rig: MakeRig, bucket: Bucket) -> None:
+    rig = make_rig(**bucket.options(), janitor=replace(JANITOR, sweep_every_s=100.0))
+    janitor = rig.links[TierKind.S3].worker.janitor
+    assert janitor is not None
+    inventory = janitor._inventory
+    assert isinstance(inventory, MemoryInventory)
+    began = rig.clock.now
+    inventory.uploads = [began, began + 300.0]
+    rig.settle(seconds=JANITOR.orphan_grace_s - 100.0)
+    assert len(inventory.uploads) == 2
+    rig.settle(seconds=300.0)
+    assert inventory.uploads == [began + 300.0]
+    assert rig.stats()["tiers"]["s3"]["bucket"]["deleted"] == {"aborted_uploads": 1}
 
 
 # ---------------------------------------------------------------- one GET

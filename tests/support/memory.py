@@ -76,6 +76,7 @@ class MemoryInventory:
         self._records = records
         self._clock = clock
         self._page_blocks = page_blocks
+        self.uploads: list[float] = []
         self.num_requests = 0
 
     def blocks(self, following: str | None = None) -> BlockPage:
@@ -98,6 +99,12 @@ class MemoryInventory:
         ]
         start = int(following or 0)
         return RecordPage(found[start : start + 2], str(start + 2) if start + 2 < len(found) else None)
+
+    def abort_uploads(self, begun_before_s: float) -> int:
+        self._records.check()
+        left = [begun_s for begun_s in self.uploads if begun_s >= begun_before_s]
+        aborted, self.uploads = len(self.uploads) - len(left), left
+        return aborted
 
     def delete_blocks(self, keys: Sequence[BlockKey]) -> int:
         self.num_requests += 1
