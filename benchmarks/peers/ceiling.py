@@ -1,21 +1,26 @@
-"""What the machine itself can do: memcpy, one preallocated file with durable batches, cold `pread` of the same file.
+"""What the machine itself can do: memcpy, a preallocated file written in durable batches, cold `pread` of that file, and
+64 bytes to another process and back over a unix socket.
 
 The same as in `kvstore bench tiers`, whose code this uses: of two ways to write and to read a file the faster one
 counts, so both stand here as contenders of their own.
 """
 
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from worker import Buffers, Task, check, serve, shuffled
+from worker import Buffers, Task, check, end_with_parent, serve, shuffled
 
 from kvstore.bench.files import PlainFile, drop_cache
 from kvstore.bench.memory import memcpy
 from kvstore.bench.settings import Sizes
 from kvstore.bench.ssd import batches
+
+_MESSAGE = bytes(64)
 
 
 class Ceiling:
@@ -31,7 +36,8 @@ class Ceiling:
         self.ops: dict[str, Callable[[int], float]] = {"durable_write": self._write, "cold_read": self._read}
         if not direct:
             copies = ("core_store", "core_fetch", "daemon_store", "daemon_fetch", "paged_store", "paged_fetch")
-            self.ops |= dict.fromkeys(copies, self._memcpy)
+            self.ops |= dict.fromkeys(copies, self._memcpy) | {"ping": self._ping}
+            self._socket = _echo()
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -43,6 +49,12 @@ class Ceiling:
             memcpy(target, source)
         return time.perf_counter() - started
 
+    def _ping(self, _: int) -> float:
+        started = time.perf_counter()
+        self._socket.send(_MESSAGE)
+        self._socket.recv(len(_MESSAGE))
+        return time.perf_counter() - started
+
     def _write(self, _: int) -> float:
         sizes = Sizes(self._task.block_bytes, self._task.num_blocks)
         return self._file.write([[(i, self._here.views[i]) for i in batch] for batch in batches(sizes)])
@@ -52,6 +64,19 @@ class Ceiling:
         taken_s = self._file.read(shuffled(self._task.num_blocks, number), self._there.views, self._threads)
         check(self._there, self._here)
         return taken_s
+
+
+def _echo() -> socket.socket:
+    """Return one end of a unix socket whose other end another process sends back what it gets from."""
+    here, there = socket.socketpair()
+    if os.fork() == 0:
+        end_with_parent()
+        here.close()
+        while message := there.recv(len(_MESSAGE)):
+            there.send(message)
+        os._exit(0)
+    there.close()
+    return here
 
 
 if __name__ == "__main__":

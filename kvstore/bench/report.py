@@ -63,7 +63,7 @@ def _compared(name: str, size: str, part: dict[str, Any]) -> list[str]:
         name,
         size,
         _speed(part["ours"]),
-        f"{_speed(ceiling)} {part['ceiling'].rpartition(' ')[2]}",
+        f"{_speed(ceiling)} {part['ceiling']}",
         f"{part['ratio']:.2f}",
         _spread(part["ours"]),
     ]

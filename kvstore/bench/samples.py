@@ -65,6 +65,7 @@ class Compared:
     def as_json(self) -> dict[str, Any]:
         return {
             "ratio": self.ratio,
+            "ratios": {name: one.median_s / self.ours.median_s for name, one in self.ceilings.items()},
             "ceiling": self.ceiling,
             "ours": self.ours.as_json(),
             "ceilings": {name: timing.as_json() for name, timing in self.ceilings.items()},

@@ -32,12 +32,13 @@ def measure(
     """Return write and read, and whether every read was cold. Raises TierUnavailable where the tier fails."""
     folder = settings.folder / f"ssd-{sizes.block_bytes}"
     folder.mkdir()
-    plain = [
-        PlainFile(folder / f"plain-{name}", sizes.num_blocks, sizes.block_bytes, direct=name == "direct")
-        for name in ("buffered", "direct")
-    ]
+    names = ("buffered", "direct", "direct, slots")
+    plain = {
+        name: PlainFile(folder / f"plain-{number}", sizes.num_blocks, sizes.block_bytes, direct=name != "buffered")
+        for number, name in enumerate(names)
+    }
     cached: list[float] = []
-    # The ceiling moves its bytes between the best memory for it, not between slots.
+    # The ceiling moves its bytes from and to the best memory for it; from and to slots it is only told for comparison.
     plain_sources, plain_targets = (Buffers(sizes.num_blocks, sizes.block_bytes, seed).views for seed in (1, 2))
     tier = SsdTier(folder / "tier", max_bytes=_cap(sizes), segment_bytes=_cap(sizes) // 4)
     with _views(settings, sizes) as (sources, targets), ThreadPoolExecutor(settings.ssd_threads) as threads:
@@ -59,27 +60,26 @@ def measure(
             expect(tier.delete([meta.key for meta in metas]))
             return seconds
 
-        def ceiling(file: PlainFile) -> Callable[[int], dict[str, float]]:
-            name = "direct" if file.is_direct else "buffered"
+        def ceiling(name: str, file: PlainFile) -> Callable[[int], dict[str, float]]:
+            here, there = (sources, targets) if name.endswith("slots") else (plain_sources, plain_targets)
 
             def run(number: int) -> dict[str, float]:
-                write_s = file.write([[(i, plain_sources[i]) for i in batch] for batch in indexes])
+                write_s = file.write([[(i, here[i]) for i in batch] for batch in indexes])
                 cached.append(drop_cache(file.path))
-                read_s = file.read(shuffled(sizes.num_blocks, number), plain_targets, threads)
+                read_s = file.read(shuffled(sizes.num_blocks, number), there, threads)
                 return {f"write {name}": write_s, f"read {name}": read_s}
 
             return run
 
         try:
-            seconds = in_turns([ours, *(ceiling(file) for file in plain)], settings.rounds, on_round)
+            seconds = in_turns([ours, *(ceiling(*one) for one in plain.items())], settings.rounds, on_round)
         finally:
             tier.close()
-            for file in plain:
+            for file in plain.values():
                 file.close()
     timings = {part: Timing(tuple(taken), sizes.total_bytes) for part, taken in seconds.items()}
     compared = {
-        part: Compared(timings[part], {name: timing for name, timing in timings.items() if name.startswith(f"{part} ")})
-        for part in ("write", "read")
+        part: Compared(timings[part], {name: timings[f"{part} {name}"] for name in names}) for part in ("write", "read")
     }
     return compared, {"reads_were_cold": all(map(is_cold, cached)), "pages_left_in_cache": max(cached)}
 

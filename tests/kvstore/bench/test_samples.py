@@ -16,6 +16,7 @@ def test_a_ratio_is_that_of_the_medians_and_above_one_where_we_are_faster() -> N
 def test_the_ceiling_is_the_fastest_way_by_median() -> None:
     compared = Compared(Timing((1.0,)), {"a": Timing((3.0, 3.0, 0.1)), "b": Timing((2.0, 2.0, 2.0))})
     assert compared.ceiling == "b"
+    assert compared.as_json()["ratios"] == {"a": 3.0, "b": 2.0}
     assert compared.ratio == 2.0
     assert worst({"x": compared, "y": Compared(Timing((4.0,)), {"b": Timing((2.0,))})}) == 0.5
 
