@@ -1,8 +1,7 @@
-"""What the machine itself can do: memcpy, a preallocated file written in durable batches, cold `pread` of that file, and
-64 bytes to another process and back over a unix socket.
+"""What the machine itself can do: memcpy, one plain file, 64 bytes to another process and back over a unix socket.
 
-The same as in `kvstore bench tiers`, whose code this uses: of two ways to write and to read a file the faster one
-counts, so both stand here as contenders of their own.
+The file is preallocated, written in durable batches and read cold, as in `kvstore bench tiers`, whose code this uses;
+of two ways to do it the faster one counts, so both stand here as contenders of their own.
 """
 
 import os
@@ -19,6 +18,7 @@ from kvstore.bench.files import PlainFile, drop_cache
 from kvstore.bench.memory import memcpy
 from kvstore.bench.settings import Sizes
 from kvstore.bench.ssd import batches
+from kvstore.store.worker import SSD_WRITERS
 
 _MESSAGE = bytes(64)
 
@@ -32,6 +32,7 @@ class Ceiling:
         self._here = Buffers(task.num_blocks, task.block_bytes, filled=True)
         self._there = Buffers(task.num_blocks, task.block_bytes, filled=False)
         self._threads = ThreadPoolExecutor(task.threads)
+        self._writers = ThreadPoolExecutor(SSD_WRITERS)
         self._file = PlainFile(Path(task.folder) / "plain", task.num_blocks, task.block_bytes, direct=direct)
         self.ops: dict[str, Callable[[int], float]] = {"durable_write": self._write, "cold_read": self._read}
         if not direct:
@@ -41,6 +42,7 @@ class Ceiling:
 
     def close(self) -> None:
         self._threads.shutdown()
+        self._writers.shutdown()
         self._file.close()
 
     def _memcpy(self, _: int) -> float:
@@ -57,7 +59,8 @@ class Ceiling:
 
     def _write(self, _: int) -> float:
         sizes = Sizes(self._task.block_bytes, self._task.num_blocks)
-        return self._file.write([[(i, self._here.views[i]) for i in batch] for batch in batches(sizes)])
+        parts = [[(i, self._here.views[i]) for i in batch] for batch in batches(sizes)]
+        return self._file.write(parts, self._writers)
 
     def _read(self, number: int) -> float:
         drop_cache(self._file.path)

@@ -25,6 +25,7 @@ from kvstore.bench.settings import MIB, Sizes, namespace
 from kvstore.bench.ssd import batches, blocks, expect
 from kvstore.core.key import chain_keys
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store.worker import SSD_WRITERS
 from kvstore.version import VERSION
 from tiers.hbm import HbmTier
 from tiers.ram import RamTier
@@ -48,7 +49,9 @@ class Ours:
         self._there = Buffers(task.num_blocks, task.block_bytes, filled=False)
         self._threads = ThreadPoolExecutor(task.threads)
         self._closing = contextlib.ExitStack()
+        self._writers = ThreadPoolExecutor(SSD_WRITERS)
         self._closing.callback(self._threads.shutdown)
+        self._closing.callback(self._writers.shutdown)
         room = task.total_bytes * 5 // 4 + 4 * task.block_bytes
         self._region = Region.create(Path(task.shm_dir) / "core", room, _EPOCH, prefault=lambda _done, _total: None)
         self._closing.callback(self._region.unlink)
@@ -106,8 +109,12 @@ class Ours:
         metas = blocks(self._sizes, number)
         started = time.perf_counter()
         expect(self._ram.write(metas, self._here.views))
-        for batch in batches(self._sizes):
-            expect(self._ssd.write([metas[i] for i in batch], [self._slot(metas[i].key) for i in batch]))
+
+        def write(batch: range) -> list[Outcome]:
+            return self._ssd.write([metas[i] for i in batch], [self._slot(metas[i].key) for i in batch])
+
+        for outcomes in self._writers.map(write, batches(self._sizes)):
+            expect(outcomes)
         return time.perf_counter() - started
 
     def _cold_read(self, number: int) -> float:

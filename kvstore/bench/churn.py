@@ -15,8 +15,9 @@ from typing import Any, Self
 from kvstore.bench.memory import Buffers
 from kvstore.bench.samples import Compared, Timing, in_turns
 from kvstore.bench.settings import BenchSettings, Sizes
-from kvstore.bench.ssd import BATCH_BYTES, blocks, expect
+from kvstore.bench.ssd import blocks, expect
 from kvstore.core.block import BlockMeta
+from kvstore.store.worker import SSD_BATCH_BYTES
 from tiers.ssd import SsdTier
 
 _FULL = 0.9
@@ -35,7 +36,7 @@ def measure(
     folder.mkdir()
     fresh = SsdTier(folder / "fresh", max_bytes=settings.churn_bytes)
     full = SsdTier(folder / "full", max_bytes=settings.churn_bytes)
-    batch = Sizes(block_bytes, max(1, min(BATCH_BYTES, settings.churn_bytes // 16) // block_bytes))
+    batch = Sizes(block_bytes, max(1, min(SSD_BATCH_BYTES, settings.churn_bytes // 16) // block_bytes))
     source = Buffers(batch.num_blocks, block_bytes)
     victims = random.Random(1)
     with _PeakBytes(folder / "full") as peak:

@@ -1,8 +1,9 @@
 """SSD: durable writes and cold reads of the real tier, against plain files in the same folder (`files.py`).
 
-Writes go in batches of up to 32 MiB, as the daemon's worker makes them, from slots of a region; every block is on
-disk when its batch is answered, checksum and index included. Reads are single blocks in random order from as many
-threads as the worker has, with every page of the folder dropped before.
+Writes go in batches of up to 32 MiB from as many threads as the daemon's worker has for them, from slots of a region;
+every block is on disk when its batch is answered, checksum and index included. Reads are single blocks in random order,
+again from as many threads as the worker has, with every page of the folder dropped before. The files are written and
+read by as many threads.
 """
 
 import time
@@ -19,10 +20,10 @@ from kvstore.bench.settings import MIB, BenchSettings, Sizes, namespace
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.outcome import Outcome
+from kvstore.store.worker import SSD_BATCH_BYTES, SSD_WRITERS
 from tiers.region import Region
 from tiers.ssd import SsdTier
 
-BATCH_BYTES = 32 * MIB
 _EPOCH = 1
 
 
@@ -41,20 +42,24 @@ def measure(
     # The ceiling moves its bytes from and to the best memory for it; from and to slots it is only told for comparison.
     plain_sources, plain_targets = (Buffers(sizes.num_blocks, sizes.block_bytes, seed).views for seed in (1, 2))
     tier = SsdTier(folder / "tier", max_bytes=_cap(sizes), segment_bytes=_cap(sizes) // 4)
-    with _views(settings, sizes) as (sources, targets), ThreadPoolExecutor(settings.ssd_threads) as threads:
+    with (
+        _views(settings, sizes) as (sources, targets),
+        ThreadPoolExecutor(SSD_WRITERS) as writers,
+        ThreadPoolExecutor(settings.ssd_threads) as threads,
+    ):
         indexes = batches(sizes)
 
         def ours(number: int) -> dict[str, float]:
             metas = blocks(sizes, number)
             started = time.perf_counter()
-            for batch in indexes:
-                expect(tier.write([metas[i] for i in batch], [sources[i] for i in batch]))
+            for outcomes in writers.map(lambda b: tier.write([metas[i] for i in b], [sources[i] for i in b]), indexes):
+                expect(outcomes)
             written = time.perf_counter()
             cached.append(drop_cache(folder / "tier"))
             order = shuffled(sizes.num_blocks, number)
             reading = time.perf_counter()
-            for outcome in threads.map(lambda i: tier.read([metas[i]], [targets[i]]), order):
-                expect(outcome)
+            for outcomes in threads.map(lambda i: tier.read([metas[i]], [targets[i]]), order):
+                expect(outcomes)
             seconds = {"write": written - started, "read": time.perf_counter() - reading}
             assert targets[0] == sources[0], "other bytes came back"
             expect(tier.delete([meta.key for meta in metas]))
@@ -64,7 +69,7 @@ def measure(
             here, there = (sources, targets) if name.endswith("slots") else (plain_sources, plain_targets)
 
             def run(number: int) -> dict[str, float]:
-                write_s = file.write([[(i, here[i]) for i in batch] for batch in indexes])
+                write_s = file.write([[(i, here[i]) for i in batch] for batch in indexes], writers)
                 cached.append(drop_cache(file.path))
                 read_s = file.read(shuffled(sizes.num_blocks, number), there, threads)
                 return {f"write {name}": write_s, f"read {name}": read_s}
@@ -96,7 +101,7 @@ def blocks(sizes: Sizes, seed: int) -> list[BlockMeta]:
 
 def batches(sizes: Sizes) -> list[range]:
     """Cut the blocks as the daemon's worker would."""
-    step = max(1, BATCH_BYTES // sizes.block_bytes)
+    step = max(1, SSD_BATCH_BYTES // sizes.block_bytes)
     return [range(first, min(first + step, sizes.num_blocks)) for first in range(0, sizes.num_blocks, step)]
 
 

@@ -49,9 +49,9 @@ _log = logging.getLogger(__name__)
 _RECOVERED_AHEAD = 4
 _RECORD_BYTES_PER_MESSAGE = 256 << 10
 _LOOK_EVERY_S = 0.5
-_SSD_BATCH_BYTES = 32 << 20
+SSD_BATCH_BYTES = 32 << 20
 # One batch is written while the other is being synced.
-_SSD_WRITERS = 2
+SSD_WRITERS = 2
 # Its last request may be under way; the daemon waits for all of a worker's end only so long.
 _JANITOR_STOP_S = 2.0
 
@@ -134,8 +134,8 @@ class Worker:
         self._num_reads = 0
         self._scrubber = Scrubber(cast(ScrubbedTier, tier), self.answer, lambda: self._num_reads > 0)
         self._recovery_room = threading.Semaphore(_RECOVERED_AHEAD)
-        self._changes = Changes(_SSD_BATCH_BYTES if batching else 0)
-        writers = _SSD_WRITERS if batching else max(1, threads // 2)
+        self._changes = Changes(SSD_BATCH_BYTES if batching else 0)
+        writers = SSD_WRITERS if batching else max(1, threads // 2)
         # Keeps the bucket in order, where there is one.
         self.janitor: Janitor | None = None
         self._writers = [threading.Thread(target=self._write_loop, name=f"writer-{i}") for i in range(writers)]

@@ -16,9 +16,9 @@ def test_a_plain_file_gives_back_what_was_written_from_a_cold_cache(tmp_path: Pa
     source, target = Buffers(4, 2 * PAGE_BYTES, 1), Buffers(4, 2 * PAGE_BYTES, 2)
     file = PlainFile(tmp_path / "plain", 4, 2 * PAGE_BYTES, direct=direct)
     try:
-        assert file.write([[(0, source.views[0]), (1, source.views[1])], [(3, source.views[3])]]) > 0
-        assert drop_cache(tmp_path) == 0.0
         with ThreadPoolExecutor(2) as threads:
+            assert file.write([[(0, source.views[0]), (1, source.views[1])], [(3, source.views[3])]], threads) > 0
+            assert drop_cache(tmp_path) == 0.0
             assert file.read([3, 0, 1], target.views, threads) > 0
     finally:
         file.close()
