@@ -7,6 +7,7 @@ on the disk for a larger map (`tiers/ssd.py` decides).
 """
 
 import contextlib
+import errno
 import os
 import struct
 import threading
@@ -73,6 +74,9 @@ class BlockIndex:
         self.map_bytes = int(self._environment.info()["map_size"])
         """The size the file can grow to."""
         try:
+            if path.stat().st_size > self.map_bytes:
+                os.truncate(path, self.map_bytes)
+            self.reserve()
             self._check_format()
         except BaseException:
             self._environment.close()
@@ -138,10 +142,20 @@ class BlockIndex:
             for key, segment, slot, payload_bytes in zip(split_keys(columns.keys), *fields, strict=True):
                 yield key, Place(segment, slot), payload_bytes
 
+    def reserve(self) -> bool:
+        """Take the disk's room for the whole map, so that no transaction ever fails for lack of it: on a full disk a
+        deletion, too, needs pages. Return whether it is there."""
+        with self._commit_lock:
+            return self._reserve(self.map_bytes)
+
     def grow(self, map_bytes: int) -> None:
-        """Let the file grow up to `map_bytes`."""
-        with self._commit_lock, self._gate, _faults_as_unavailable():
-            if map_bytes > self.map_bytes:
+        """Let the file grow up to `map_bytes`. Raises IndexFull where the disk has no room for that."""
+        with self._commit_lock, _faults_as_unavailable():
+            if map_bytes <= self.map_bytes:
+                return
+            if not self._reserve(map_bytes):
+                raise IndexFull("the disk has no room for a larger index")
+            with self._gate:
                 self._environment.set_mapsize(map_bytes)
                 self.map_bytes = int(self._environment.info()["map_size"])
 
@@ -150,6 +164,21 @@ class BlockIndex:
         self._environment.close()
 
     # ------------------------------------------------------------ helpers
+
+    def _reserve(self, map_bytes: int) -> bool:
+        # Holds the commit lock: where the file system cannot allocate, the C library writes what it reads.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, map_bytes)
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return False
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        finally:
+            os.close(descriptor)
+        return True
 
     def _check_format(self) -> None:
         with _faults_as_unavailable():

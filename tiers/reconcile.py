@@ -6,15 +6,17 @@ segments, the emptiest first. No payload is read: a slot with foreign bytes is f
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey, split_keys
 from tiers.direct import record_size
 from tiers.environment import DamagedEnvironment, remove_environment
 from tiers.faults import FaultCounter
-from tiers.index import BlockIndex, compact_index, remove_leftovers
+from tiers.index import BlockIndex, IndexFull, compact_index, remove_leftovers
 from tiers.occupancy import REASONS, Occupancy
 from tiers.segments import Segments
 from tiers.space import DiskSpace
@@ -35,57 +37,76 @@ def open_index(path: Path, space: DiskSpace, num_slots: int, faults: FaultCounte
         return BlockIndex(path, map_bytes)
 
 
-def match(index: BlockIndex, segments: Segments, faults: FaultCounter) -> tuple[int, int]:
-    """Occupy the slots the index names, drop the entries that have none, and remove files with no block.
+@dataclass(slots=True)
+class Matched:
+    """What the index names and the files hold: how many blocks, and what their records take up. `lost` keys have no
+    slot: they are to be removed, once the index surely has room for that."""
 
-    Returns the number of blocks and what their records take up.
-    """
-    num_blocks, used_bytes = 0, 0
-    lost: list[BlockKey] = []
+    num_blocks: int = 0
+    used_bytes: int = 0
+    lost: list[BlockKey] = field(default_factory=list)
+
+
+def match(index: BlockIndex, segments: Segments, faults: FaultCounter) -> Matched:
+    """Occupy the slots the index names, and remove files with no block."""
+    matched = Matched()
     occupancy = Occupancy(segments)
     for columns in index.columns():
         reasons = occupancy.take(columns)
         payload_bytes = columns.entries["payload_bytes"][reasons == 0]
-        sizes, counts = np.unique(payload_bytes, return_counts=True)
-        num_blocks += len(payload_bytes)
-        used_bytes += sum(
-            record_size(size) * count for size, count in zip(sizes.tolist(), counts.tolist(), strict=True)
-        )
+        by_size = zip(*(column.tolist() for column in np.unique(payload_bytes, return_counts=True)), strict=True)
+        matched.num_blocks += len(payload_bytes)
+        matched.used_bytes += sum(record_size(size) * count for size, count in by_size)
         for number, count in enumerate(np.bincount(reasons, minlength=len(REASONS)).tolist()):
             if number:
                 faults.count(REASONS[number], count)
-        lost += split_keys(columns.keys_at(reasons != 0))
+        matched.lost += split_keys(columns.keys_at(reasons != 0))
     occupancy.finish()
-    _remove(index, lost)
     segments.unlink_empty()
-    return num_blocks, used_bytes
+    return matched
 
 
-def shrink(index: BlockIndex, segments: Segments, space: DiskSpace, faults: FaultCounter) -> tuple[int, int]:
-    """Remove segments until everything fits below the cap; return how many blocks and bytes of records went."""
-    num_gone, bytes_gone = 0, 0
-    while (excess := space.total_bytes(segments.size_bytes, segments.num_slots) - space.max_bytes) > 0:
-        doomed = set(segments.sparsest(excess))
+def shrink(index: BlockIndex, segments: Segments, space: DiskSpace, matched: Matched, faults: FaultCounter) -> None:
+    """Remove segments until everything fits below the cap, and the index has its room on the disk; then what was lost.
+
+    The files go before the entries, since on a full disk there may be no room to change the index. A crash in between
+    leaves entries without files, which the next start drops.
+    """
+    lost = set(matched.lost)
+    while True:
+        excess = space.total_bytes(segments.size_bytes, segments.num_slots) - space.max_bytes
+        if excess <= 0 and index.reserve():
+            break
+        doomed = set(segments.sparsest(max(1, excess)))
         if not doomed:
             break
-        entries = [entry for entry in index.places() if entry[1].segment in doomed]
-        _remove(index, [key for key, _, _ in entries])
-        segments.retire([place for _, place, _ in entries])
-        segments.unlink_empty()
-        faults.count("dropped_over_cap", len(entries))
-        num_gone += len(entries)
-        bytes_gone += sum(record_size(payload_bytes) for _, _, payload_bytes in entries)
-    return num_gone, bytes_gone
+        entries = [entry for entry in index.places() if entry[1].segment in doomed and entry[0] not in lost]
+        segments.discard(doomed)
+        gone = [key for key, _, _ in entries]
+        if index.reserve():
+            _remove(index, gone)
+        else:
+            matched.lost += gone
+            lost.update(gone)
+        faults.count("dropped_over_cap" if excess > 0 else "dropped_disk_full", len(entries))
+        matched.num_blocks -= len(entries)
+        matched.used_bytes -= sum(record_size(payload_bytes) for _, _, payload_bytes in entries)
+    _remove(index, matched.lost)
 
 
-def compacted(index: BlockIndex, path: Path, space: DiskSpace, segments: Segments) -> BlockIndex:
+def compacted(index: BlockIndex, path: Path, space: DiskSpace, segments: Segments, faults: FaultCounter) -> BlockIndex:
     """Return the index with a map no larger than the segments call for; its file is rewritten if it is larger."""
     map_bytes = space.index_bytes(segments.num_slots)
     if index.map_bytes <= map_bytes:
         return index
     index.close()
     if path.stat().st_size > map_bytes:
-        compact_index(path)
+        try:
+            compact_index(path)
+        except (IndexFull, TierUnavailable) as error:
+            # No room for a copy beside it. It stays as large as it is, at the cost of room for blocks.
+            faults.count("index_not_compacted", detail=error)
+            remove_leftovers(path)
     return BlockIndex(path, map_bytes)
 
 

@@ -85,14 +85,23 @@ class Segments:
     Thread-safe; files are made and removed outside of the lock that readers need.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int, room: Callable[[int], int]) -> None:
-        """Open what is there. `room(record_bytes)` says how many bytes of slots of that size may be added now.
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        segment_bytes: int,
+        room: Callable[[int], int],
+        reserve: Callable[[int], bool] = lambda num_slots: True,
+    ) -> None:
+        """Open what is there. `room(record_bytes)` says how many bytes of slots of that size may be added now;
+        `reserve(num_slots)` makes sure, before any are, that so many slots can be kept track of.
 
         Slots are free until `occupy` says otherwise. Files that are no segments are left alone.
         """
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._room = room
+        self._reserve = reserve
         self._lock = threading.Lock()
         self._growth_lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
@@ -234,6 +243,17 @@ class Segments:
         with self._lock:
             return self._segments[number].file
 
+    @contextlib.contextmanager
+    def growing(self) -> Iterator[None]:
+        """Keep segments from being added meanwhile: what is asked of `room` stays so."""
+        with self._growth_lock:
+            yield
+
+    def discard(self, numbers: Collection[int]) -> None:
+        """Remove segments with all they hold, at the start, while nobody reads. Raises OSError."""
+        for number in numbers:
+            self._unlink(self._segments.pop(number))
+
     def unlink_empty(self) -> int:
         """Remove all segments that hold nothing; return how many bytes that gave back. Raises OSError."""
         given_back = 0
@@ -304,6 +324,8 @@ class Segments:
             if empty is None:
                 return False
             self._unlink(empty)
+        if not self._reserve(self.num_slots + num_slots):
+            return False
         number, size_bytes = self._next_number, num_slots * record_bytes
         self._next_number += 1
         path = self._folder / f"{number:08}-{record_bytes:08}.seg"

@@ -229,7 +229,9 @@ class SsdTier:
     ) -> None:
         own_folder(path)
         opened.callback(FolderLock(path, wait_s=lock_wait_s, clock=clock, sleep=sleep).release)
-        self._segments = Segments(path / "segments", segment_bytes=self._space.segment_bytes, room=self._room)
+        self._segments = Segments(
+            path / "segments", segment_bytes=self._space.segment_bytes, room=self._room, reserve=self._reserve_index
+        )
         opened.callback(self._segments.close)
         crew = Crew(_IO_THREADS, "ssd-io")
         opened.callback(crew.close)
@@ -240,10 +242,10 @@ class SsdTier:
         self._index = reconcile.open_index(index_path, self._space, self._segments.num_slots, self._faults)
         # Looked up when called: compaction replaces the index.
         opened.callback(lambda: self._index.close())
-        num_blocks, used_bytes = reconcile.match(self._index, self._segments, self._faults)
-        num_gone, bytes_gone = reconcile.shrink(self._index, self._segments, self._space, self._faults)
-        self._index = reconcile.compacted(self._index, index_path, self._space, self._segments)
-        self._num_blocks, self._used_bytes = num_blocks - num_gone, used_bytes - bytes_gone
+        matched = reconcile.match(self._index, self._segments, self._faults)
+        reconcile.shrink(self._index, self._segments, self._space, matched, self._faults)
+        self._index = reconcile.compacted(self._index, index_path, self._space, self._segments, self._faults)
+        self._num_blocks, self._used_bytes = matched.num_blocks, matched.used_bytes
         self.records = LmdbRecords(
             path / "records.mdb", self._space.max_record_bytes, keys=self._codec.keys, faults=self._faults
         )
@@ -255,6 +257,14 @@ class SsdTier:
     def _room(self, record_bytes: int) -> int:
         segments = self._segments
         return self._space.room_bytes(record_bytes, segments.size_bytes, segments.num_slots, self._index.map_bytes)
+
+    def _reserve_index(self, num_slots: int) -> bool:
+        """Let the index grow to what so many slots call for; return whether the disk has room for that."""
+        try:
+            self._index.grow(self._space.index_bytes(num_slots))
+        except IndexFull:
+            return False
+        return True
 
     # ------------------------------------------------------------ reading
 
@@ -353,7 +363,6 @@ class SsdTier:
                 self._count_blocks(1, record_size(entry.meta.payload_bytes))
 
     def _insert(self, entries: Sequence[IndexEntry]) -> list[bool]:
-        self._index.grow(self._space.index_bytes(self._segments.num_slots))
         try:
             return self._index.insert(entries)
         except IndexFull:
@@ -364,9 +373,10 @@ class SsdTier:
     def _stretch_index(self, num_entries: int) -> bool:
         """Give the index more than its due, at the cost of room for blocks; return whether there was any."""
         more_bytes = max(MIB // 4, 2 * num_entries * BYTES_PER_ENTRY)
-        if self._room(BYTES_PER_ENTRY) < more_bytes:
-            return False
-        self._index.grow(self._index.map_bytes + more_bytes)
+        with self._segments.growing():
+            if self._room(BYTES_PER_ENTRY) < more_bytes:
+                return False
+            self._index.grow(self._index.map_bytes + more_bytes)
         return True
 
     def _write_fault(self, error: OSError) -> Outcome:
