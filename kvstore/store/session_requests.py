@@ -152,8 +152,8 @@ class SessionRequests:
     def list(self, request: wire.SessionList) -> wire.Sessions:
         chosen = [s for s in self._table if request.tenant is None or s.key[0] == request.tenant]
         chosen.sort(key=lambda session: session.last_turn_s, reverse=True)
-        views = [self._table.view(session) for session in chosen[: max(0, min(request.limit, _MAX_LISTED))]]
-        return wire.Sessions(views, len(chosen))
+        listed = chosen[: max(0, min(request.limit, _MAX_LISTED))]
+        return wire.Sessions(self._table.views(listed), len(chosen))
 
     def pin(self, request: wire.SessionPin, reply: Reply) -> None:
         session = self._table.find(request.id, request.tenant, request.namespace)

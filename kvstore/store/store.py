@@ -19,6 +19,7 @@ from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
+from kvstore.store.census import SessionCensus
 from kvstore.store.demoter import Demoter
 from kvstore.store.discovery import Discovery
 from kvstore.store.engines import Engine, EngineTable
@@ -31,7 +32,7 @@ from kvstore.store.loader import Loader
 from kvstore.store.room import Room
 from kvstore.store.session import SessionTable
 from kvstore.store.session_requests import SessionRequests
-from kvstore.store.snapshot import error_counts, ram_stats, session_counts, slow_tier_stats
+from kvstore.store.snapshot import error_counts, ram_stats, slow_tier_stats
 from kvstore.store.stats import Counts, RequestStats
 from kvstore.store.verification import Verification
 from kvstore.version import VERSION
@@ -99,6 +100,7 @@ class Store:
             max_tokens=config.sessions.max_tokens_per_session,
             wall_clock=wall_clock,
         )
+        self._census = SessionCensus(self._session_table)
         self.sessions = SessionRequests(
             self._session_table, catalog, links, self._demoters, self._room, self._known, self._errors.add, clock
         )
@@ -130,6 +132,7 @@ class Store:
             self._room.keep_below(self._config.ram.high_watermark, self._config.ram.low_watermark)
             self._room.pump(now)
             self.sessions.housekeeping()
+            self._census.step()
             self._known.trim()
         for tier, link in self._links.items():
             if link.ready and not self._was_ready[tier] and tier == TierKind.SSD:
@@ -334,7 +337,7 @@ class Store:
                 "tiers": tiers,
                 "requests": self._requests.snapshot(),
                 "errors": error_counts(self._errors, self._links),
-                "sessions": session_counts(self._session_table),
+                "sessions": self._census.snapshot(),
                 "discovery": {} if self._discovery is None else self._discovery.counts.snapshot(),
                 "store": {"blocks_stored": self._blocks_stored, "refused": self._refused.snapshot()},
             }
