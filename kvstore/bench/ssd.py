@@ -33,7 +33,10 @@ _HUGE = "direct, huge pages"
 def measure(
     settings: BenchSettings, sizes: Sizes, on_round: Callable[[], None]
 ) -> tuple[dict[str, Compared], dict[str, Any]]:
-    """Return write and read, both against huge pages, too, and whether every read was cold. Raises TierUnavailable where the tier fails."""
+    """Return write and read, both also against huge pages, and whether every read was cold.
+
+    Raises TierUnavailable where the tier fails.
+    """
     folder = settings.folder / f"ssd-{sizes.block_bytes}"
     folder.mkdir()
     names = ("buffered", "direct", _HUGE)
