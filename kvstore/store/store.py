@@ -84,15 +84,12 @@ class Store:
         self._grants = Grants(catalog, ram, self._room)
         self._leases = LeaseTable(catalog)
         self._fetches = Fetches(catalog, ram, self._loader, self._leases)
-        self._known = BucketKnown(catalog)
+        self._known = BucketKnown(catalog, clock)
         self._discovery: Discovery | None = None
         if TierKind.S3 in links and config.s3.discover:
-            self._discovery = Discovery(catalog, links[TierKind.S3], self._known, clock)
+            self._discovery = Discovery(catalog, links[TierKind.S3], clock)
         for tier, link in links.items():
-            enter = self._known.add if tier == TierKind.S3 else _nothing
-            self._demoters[tier] = Demoter(
-                tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, enter
-            )
+            self._demoters[tier] = Demoter(tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock)
         self._session_table = SessionTable(
             catalog,
             ttl_s=config.sessions.ttl_s,
@@ -102,7 +99,7 @@ class Store:
         )
         self._census = SessionCensus(self._session_table)
         self.sessions = SessionRequests(
-            self._session_table, catalog, links, self._demoters, self._room, self._known, self._errors.add, clock
+            self._session_table, catalog, links, self._demoters, self._room, self._errors.add, clock
         )
         if TierKind.S3 in links:
             links[TierKind.S3].on_tombstones = self.sessions.buried
@@ -429,11 +426,6 @@ class Store:
     def _on_removed(self, block: int) -> None:
         for demoter in self._demoters.values():
             demoter.forget(block)
-        self._known.removed(block)
-
-
-def _nothing(_: int) -> None:
-    pass
 
 
 def _checked_keys(keys: bytes) -> bytes:
