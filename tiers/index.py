@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -115,6 +115,18 @@ class BlockIndex:
                 else:
                     removed.append(None)
         return removed
+
+    def move(self, entries: Sequence[IndexEntry], places: Sequence[Place]) -> list[bool]:
+        """Let each block that still lies where its entry says lie at `places[i]` from now on; False for the others.
+        Raises IndexFull, and then nothing was changed."""
+        moved = []
+        with self._commit_lock, _faults_as_unavailable(), self._environment.begin(write=True) as transaction:
+            for entry, place in zip(entries, places, strict=True):
+                is_there = _decode(entry.meta.key, transaction.get(entry.meta.key)) == entry
+                moved.append(is_there)
+                if is_there:
+                    transaction.put(entry.meta.key, _encode(replace(entry, place=place)))
+        return moved
 
     def columns(self) -> Iterator[Columns]:
         """Yield every entry, some thousands at a time; those that come or go meanwhile may or may not be among them."""

@@ -3,7 +3,9 @@
     segments/00000007-00741376.seg     segment 7, slots of 741,376 bytes, as many as the file is long
 
 Preallocated and reused, since first writes into new file space are two to three times slower than overwrites. A
-segment that holds nothing is unlinked when a record of another size needs its room.
+segment that holds nothing is unlinked when a record of another size needs its room; where there is none, the blocks of
+one are moved to free slots of their size, once those would hold them all (`tiers/emptying.py`). So of each size no more
+than about one segment stays unused.
 A slot that is freed may still be under a reader's system call; it becomes free for writing only after every read
 that began before has ended (epoch-based reclamation, Fraser 2004, with one ticket per read batch).
 
@@ -19,64 +21,18 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.aligned import PAGE_BYTES
 from tiers.direct import RecordFile
 from tiers.environment import sync_folder
 from tiers.index import Place
+from tiers.segment import Segment, SlotMap, sparsest_movable
 
 _NAME = re.compile(r"(\d{8,})-(\d{8,})\.seg")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A new segment has at least this share of the usual size: crumbs would use up file descriptors.
 _MIN_SHARE = 16
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """One file. `taken` has a byte per slot, 0 where it is free."""
-
-    number: int
-    record_bytes: int
-    path: Path
-    file: RecordFile
-    size_bytes: int
-    taken: bytearray
-    num_taken: int = 0
-    cursor: int = 0
-
-    def take(self, count: int) -> list[Place]:
-        """Take up to `count` free slots, in ascending runs: next fit keeps batches adjacent."""
-        places: list[Place] = []
-        while len(places) < count and self.num_taken < len(self.taken):
-            slot = self.taken.find(0, self.cursor)
-            if slot < 0:
-                self.cursor = 0
-                continue
-            self.taken[slot] = 1
-            self.num_taken += 1
-            self.cursor = slot + 1
-            places.append(Place(self.number, slot))
-        return places
-
-
-class SlotMap:
-    """Some slots of some segments, a byte each."""
-
-    def __init__(self, taken: dict[int, bytearray]) -> None:
-        self._taken = taken
-
-    def clear(self, place: Place) -> None:
-        """Take a slot out; one that is not there already is none."""
-        slots = self._taken.get(place.segment)
-        if slots is not None and place.slot < len(slots):
-            slots[place.slot] = 0
-
-    def places(self) -> set[Place]:
-        return {
-            Place(segment, slot) for segment, slots in self._taken.items() for slot, is_in in enumerate(slots) if is_in
-        }
 
 
 class Segments:
@@ -92,9 +48,11 @@ class Segments:
         segment_bytes: int,
         room: Callable[[int], int],
         reserve: Callable[[int], bool] = lambda num_slots: True,
+        empty: Callable[[int], None] = lambda number: None,
     ) -> None:
         """Open what is there. `room(record_bytes)` says how many bytes of slots of that size may be added now;
-        `reserve(num_slots)` makes sure, before any are, that so many slots can be kept track of.
+        `reserve(num_slots)` makes sure, before any are, that so many slots can be kept track of. `empty(number)`
+        moves the blocks of a segment to others, as far as it can.
 
         Slots are free until `occupy` says otherwise. Files that are no segments are left alone.
         """
@@ -102,6 +60,7 @@ class Segments:
         self._segment_bytes = segment_bytes
         self._room = room
         self._reserve = reserve
+        self._empty = empty
         self._lock = threading.Lock()
         self._growth_lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
@@ -168,20 +127,32 @@ class Segments:
             slots_bytes = sum(segment.record_bytes * len(segment.taken) for segment in self._segments.values())
         return slots_bytes + addable * record_bytes
 
+    def take_free(self, record_bytes: int, count: int) -> list[Place]:
+        """Take up to `count` slots of those there are."""
+        places: list[Place] = []
+        with self._lock:
+            for segment in self._segments.values():
+                if len(places) == count:
+                    break
+                if segment.record_bytes == record_bytes:
+                    places += segment.take(count - len(places))
+            self._unsettled.update(places)
+        return places
+
     def take(self, record_bytes: int, count: int) -> list[Place]:
         """Take up to `count` slots, making or replacing segments where that is allowed; fewer mean: no room for more.
 
         Raises OSError where the disk fails.
         """
-        places = self._take_free(record_bytes, count)
+        places = self.take_free(record_bytes, count)
         try:
             while len(places) < count:
                 with self._growth_lock:
                     # Somebody else may have made room while this thread waited.
-                    places += self._take_free(record_bytes, count - len(places))
+                    places += self.take_free(record_bytes, count - len(places))
                     if len(places) == count or not self._add_segment(record_bytes):
                         break
-                    places += self._take_free(record_bytes, count - len(places))
+                    places += self.take_free(record_bytes, count - len(places))
         except OSError:
             self.give_back(places)
             raise
@@ -257,10 +228,16 @@ class Segments:
     def unlink_empty(self) -> int:
         """Remove all segments that hold nothing; return how many bytes that gave back. Raises OSError."""
         given_back = 0
-        while (segment := self._pop_empty(lambda _: True)) is not None:
+        while (segment := self._pop_empty(0)) is not None:
             given_back += segment.size_bytes
             self._unlink(segment)
         return given_back
+
+    def give_way(self) -> bool:
+        """Remove a segment that holds nothing, or whose blocks have room elsewhere; return whether there was one.
+        Raises OSError."""
+        with self._growth_lock:
+            return self._give_way(0)
 
     def close(self) -> None:
         """Idempotent. No read or write may be running."""
@@ -305,25 +282,12 @@ class Segments:
             taken = bytearray(status.st_size // record_bytes)
             self._segments[number] = Segment(number, record_bytes, path, file, status.st_size, taken)
 
-    def _take_free(self, record_bytes: int, count: int) -> list[Place]:
-        places: list[Place] = []
-        with self._lock:
-            for segment in self._segments.values():
-                if len(places) == count:
-                    break
-                if segment.record_bytes == record_bytes:
-                    places += segment.take(count - len(places))
-            self._unsettled.update(places)
-        return places
-
     def _add_segment(self, record_bytes: int) -> bool:
         """Make one more segment for that size, at the cost of empty ones of other sizes; return False where no room
         can be made. Holds the growth lock."""
         while (num_slots := self._num_addable(record_bytes)) == 0:
-            empty = self._pop_empty(lambda segment: segment.record_bytes != record_bytes)
-            if empty is None:
+            if not self._give_way(record_bytes):
                 return False
-            self._unlink(empty)
         if not self._reserve(self.num_slots + num_slots):
             return False
         number, size_bytes = self._next_number, num_slots * record_bytes
@@ -350,11 +314,33 @@ class Segments:
         allowed = self._room(record_bytes) // record_bytes
         return 0 if allowed < max(1, wanted // _MIN_SHARE) else min(wanted, allowed)
 
-    def _pop_empty(self, is_wanted: Callable[[Segment], bool]) -> Segment | None:
+    def _give_way(self, record_bytes: int) -> bool:
+        """Remove a segment of another size. Holds the growth lock."""
+        empty = self._pop_empty(record_bytes)
+        if empty is None:
+            with self._lock:
+                doomed = sparsest_movable(self._segments.values(), record_bytes)
+                if doomed is None:
+                    return False
+                doomed.is_emptying = True
+            try:
+                self._empty(doomed.number)
+            finally:
+                with self._lock:
+                    # One that waits only for reads to end is taken the next time.
+                    waiting = sum(place.segment == doomed.number for _, place in self._limbo)
+                    doomed.is_emptying = doomed.num_taken == waiting
+            empty = self._pop_empty(record_bytes)
+            if empty is None:
+                return False
+        self._unlink(empty)
+        return True
+
+    def _pop_empty(self, unlike_bytes: int) -> Segment | None:
         with self._lock:
             for segment in self._segments.values():
                 # Slots in limbo count as taken, so nobody reads from this file.
-                if segment.num_taken == 0 and is_wanted(segment):
+                if segment.num_taken == 0 and segment.record_bytes != unlike_bytes:
                     return self._segments.pop(segment.number)
         return None
 

@@ -14,7 +14,7 @@ _MIN_CAP_BYTES = MIB
 _SMALL_FILES_BYTES = 64 << 10
 # A tier has at most about this many segments, each with a file descriptor, and at least so many that
 # records of another size get some of them.
-_MAX_SEGMENTS, _MIN_SEGMENTS = 512, 16
+_MAX_SEGMENTS, _MIN_SEGMENTS = 512, 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers import reconcile
 from tiers.aligned import AlignedBuffers
 from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
@@ -36,15 +34,16 @@ from tiers.columns import Columns, joined
 from tiers.crew import Crew
 from tiers.direct import record_size
 from tiers.dirlock import FolderLock, own_folder
+from tiers.emptying import Emptier
 from tiers.environment import sync_folder
 from tiers.faults import FaultCounter
-from tiers.index import BYTES_PER_ENTRY, IndexEntry, IndexFull, Place
+from tiers.index import IndexEntry, IndexFull, Place
+from tiers.ledger import Ledger
 from tiers.otherkeys import OtherKeys
 from tiers.pieces import PieceMover
 from tiers.reader import BlockReader
 from tiers.records import LmdbRecords
 from tiers.scrub import Orders, Step
-from tiers.segments import Segments
 from tiers.space import MIB, DiskSpace
 from tiers.ssdscrub import SsdScrub
 from tiers.writer import BlockWriter
@@ -97,7 +96,6 @@ class SsdTier:
         self._faults = FaultCounter("ssd", clock)
         self._calls = RunningCalls()
         self._locked: OtherKeys[IndexEntry] = OtherKeys()
-        self._counts_lock = Lock()
         self._record_bytes = MIB
         with contextlib.ExitStack() as opened:
             try:
@@ -105,7 +103,7 @@ class SsdTier:
             except OSError as error:
                 raise TierUnavailable(f"cannot open the SSD tier in {path}: {error}") from error
             self._opened = opened.pop_all()
-        _logger.info("ssd tier: %d blocks in %s", self._num_blocks, path)
+        _logger.info("ssd tier: %d blocks in %s", self._ledger.totals()[0], path)
 
     @property
     def kind(self) -> TierKind:
@@ -116,7 +114,7 @@ class SsdTier:
     def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         with self._calls.enter() as is_open, self._unavailable_counted():
             if is_open:
-                found = self._index.contains(keys)
+                found = self._ledger.index.contains(keys)
                 return [
                     Outcome.OK if is_in and key not in self._locked else Outcome.MISS
                     for key, is_in in zip(keys, found, strict=True)
@@ -143,24 +141,22 @@ class SsdTier:
         the file system is below its floor."""
         with self._calls.enter() as is_open, self._unavailable_counted():
             if is_open:
-                removed = self._remove(keys, None)
-                if self._space.free_bytes() < 0:
-                    self._segments.unlink_empty()
+                removed = self._ledger.remove(keys)
+                while self._space.free_bytes() < 0 and self._segments.give_way():
+                    pass
                 return [Outcome.MISS if entry is None else Outcome.OK for entry in removed]
         return [Outcome.UNAVAILABLE] * len(keys)
 
     def usage(self) -> Usage:
         """`used_bytes` is what the records of the blocks take up; `capacity_bytes` what they could, at the size of
         those written last, and with what the file system has left now."""
-        with self._counts_lock:
-            num_blocks, used_bytes, record_bytes = self._num_blocks, self._used_bytes, self._record_bytes
-        return Usage(num_blocks, used_bytes, self._segments.capacity_bytes(record_bytes))
+        return Usage(*self._ledger.totals(), self._segments.capacity_bytes(self._record_bytes))
 
     def recover_batches(self) -> Iterator[RecoveredBatch]:
         """As `Tier.recover_batches`; ends early, counted, where the disk fails."""
         with self._unavailable_counted():
             waiting: list[Columns] = []
-            for columns in self._index.columns():
+            for columns in self._ledger.index.columns():
                 waiting.append(columns)
                 # Sorted out many at a time, so that many namespaces do not make for many small batches.
                 if len(waiting) == _SORTED_AT_ONCE:
@@ -177,11 +173,11 @@ class SsdTier:
         """As `ScrubbedTier.scrub`, but always one read at a time."""
         scrub = SsdScrub(
             self._space.folder,
-            self._index,
+            self._ledger.index,
             self._segments,
             self._codec,
             self.records,
-            self._drop,
+            self._ledger.drop,
             orders,
         )
         steps = scrub.steps(self.usage().blocks)
@@ -211,10 +207,7 @@ class SsdTier:
 
     def check_integrity(self) -> None:
         """Assert that index, slots and counts agree. No other call may be running."""
-        entries = list(self._index.places())
-        assert len({place for _, place, _ in entries}) == len(entries) == self._num_blocks
-        assert self._used_bytes == sum(record_size(payload_bytes) for _, _, payload_bytes in entries)
-        self._segments.check_integrity({place for _, place, _ in entries})
+        self._ledger.check_integrity()
         assert self._space.taken_bytes() <= self._space.max_bytes
 
     # ------------------------------------------------------------ opening
@@ -229,23 +222,16 @@ class SsdTier:
     ) -> None:
         own_folder(path)
         opened.callback(FolderLock(path, wait_s=lock_wait_s, clock=clock, sleep=sleep).release)
-        self._segments = Segments(
-            path / "segments", segment_bytes=self._space.segment_bytes, room=self._room, reserve=self._reserve_index
-        )
-        opened.callback(self._segments.close)
+        self._ledger = Ledger(path, self._space, self._faults)
+        self._ledger.open(self._empty_segment, opened)
+        self._segments = self._ledger.segments
         crew = Crew(_IO_THREADS, "ssd-io")
         opened.callback(crew.close)
-        mover = PieceMover(AlignedBuffers(), is_straight=self._is_straight)
+        buffers = AlignedBuffers()
+        mover = PieceMover(buffers, is_straight=self._is_straight)
+        self._emptier = Emptier(self._segments, mover, crew, buffers)
         self._reader = BlockReader(self._segments, mover, crew, self._codec, self._faults)
         self._writer = BlockWriter(self._segments, mover, crew, self._codec)
-        index_path = path / "index.mdb"
-        self._index = reconcile.open_index(index_path, self._space, self._segments.num_slots, self._faults)
-        # Looked up when called: compaction replaces the index.
-        opened.callback(lambda: self._index.close())
-        matched = reconcile.match(self._index, self._segments, self._faults)
-        reconcile.shrink(self._index, self._segments, self._space, matched, self._faults)
-        self._index = reconcile.compacted(self._index, index_path, self._space, self._segments, self._faults)
-        self._num_blocks, self._used_bytes = matched.num_blocks, matched.used_bytes
         self.records = LmdbRecords(
             path / "records.mdb", self._space.max_record_bytes, keys=self._codec.keys, faults=self._faults
         )
@@ -254,22 +240,19 @@ class SsdTier:
         sync_folder(path)
         sync_folder(path.parent)
 
-    def _room(self, record_bytes: int) -> int:
-        segments = self._segments
-        return self._space.room_bytes(record_bytes, segments.size_bytes, segments.num_slots, self._index.map_bytes)
-
-    def _reserve_index(self, num_slots: int) -> bool:
-        """Let the index grow to what so many slots call for; return whether the disk has room for that."""
+    def _empty_segment(self, number: int) -> None:
+        """Move what a segment holds elsewhere, as far as that goes."""
         try:
-            self._index.grow(self._space.index_bytes(num_slots))
-        except IndexFull:
-            return False
-        return True
+            moved = self._emptier.empty(self._ledger.index, number)
+        except (IndexFull, TierUnavailable, OSError) as error:
+            self._faults.count("not_emptied", detail=error)
+        else:
+            _logger.info("ssd tier: moved %d blocks out of segment %d", moved, number)
 
     # ------------------------------------------------------------ reading
 
     def _read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
-        findings = self._reader.read(self._index, blocks, into)
+        findings = self._reader.read(self._ledger.index, blocks, into)
         self._quarantine(findings.broken, reuse=True)
         # The disk may be bad there, so nothing is written to these slots before the next start.
         self._quarantine(findings.unreadable, reuse=False)
@@ -279,21 +262,13 @@ class SsdTier:
 
     def _quarantine(self, entries: Sequence[IndexEntry], *, reuse: bool) -> None:
         """Delete the entries unless they have moved meanwhile."""
-        if entries:
-            with self._unavailable_counted():
-                keys = [entry.meta.key for entry in entries]
-                self._remove(keys, [entry.place for entry in entries], reuse=reuse)
-
-    def _drop(self, entries: Sequence[IndexEntry], reuse: bool) -> set[BlockKey]:
-        if not entries:
-            return set()
-        keys, places = [entry.meta.key for entry in entries], [entry.place for entry in entries]
-        return {entry.meta.key for entry in self._remove(keys, places, reuse=reuse) if entry is not None}
+        with self._unavailable_counted():
+            self._ledger.drop(entries, reuse)
 
     def _drop_locked(self, count: int) -> bool:
         """Give up copies that no key here opens, for room; return whether there were any."""
         with contextlib.suppress(IndexFull, TierUnavailable):
-            return bool(self._drop(self._locked.take_oldest(count), True))
+            return bool(self._ledger.drop(self._locked.take_oldest(count), True))
         return False
 
     # ------------------------------------------------------------ writing
@@ -301,8 +276,8 @@ class SsdTier:
     def _write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         first: dict[BlockKey, int] = {}
-        self._drop(self._locked.take(meta.key for meta in blocks), True)
-        present = self._index.contains([meta.key for meta in blocks])
+        self._ledger.drop(self._locked.take(meta.key for meta in blocks), True)
+        present = self._ledger.index.contains([meta.key for meta in blocks])
         for index, meta in enumerate(blocks):
             if present[index]:
                 outcomes[index] = Outcome.EXISTS
@@ -345,39 +320,14 @@ class SsdTier:
         """Make the entries visible in one durable transaction."""
         if not entries:
             return
-        inserted = [False] * len(entries)
-        refused = Outcome.UNAVAILABLE
         try:
-            inserted = self._insert(list(entries.values()))
-            refused = Outcome.EXISTS
+            inserted = self._ledger.publish(list(entries.values()))
         except IndexFull as error:
-            refused = Outcome.FULL
+            outcomes.update(dict.fromkeys(entries, Outcome.FULL))
             self._faults.count("index_full", detail=error)
-        finally:
-            unused = [entry for entry, ok in zip(entries.values(), inserted, strict=True) if not ok]
-            self._segments.settle([e.place for e, ok in zip(entries.values(), inserted, strict=True) if ok])
-            self._segments.give_back([entry.place for entry in unused])
-        for (index, entry), ok in zip(entries.items(), inserted, strict=True):
-            outcomes[index] = Outcome.OK if ok else refused
-            if ok:
-                self._count_blocks(1, record_size(entry.meta.payload_bytes))
-
-    def _insert(self, entries: Sequence[IndexEntry]) -> list[bool]:
-        try:
-            return self._index.insert(entries)
-        except IndexFull:
-            if not self._stretch_index(len(entries)):
-                raise
-            return self._index.insert(entries)
-
-    def _stretch_index(self, num_entries: int) -> bool:
-        """Give the index more than its due, at the cost of room for blocks; return whether there was any."""
-        more_bytes = max(MIB // 4, 2 * num_entries * BYTES_PER_ENTRY)
-        with self._segments.growing():
-            if self._room(BYTES_PER_ENTRY) < more_bytes:
-                return False
-            self._index.grow(self._index.map_bytes + more_bytes)
-        return True
+            return
+        for index, is_new in zip(entries, inserted, strict=True):
+            outcomes[index] = Outcome.OK if is_new else Outcome.EXISTS
 
     def _write_fault(self, error: OSError) -> Outcome:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -387,32 +337,6 @@ class SsdTier:
         return Outcome.UNAVAILABLE
 
     # ------------------------------------------------------------ helpers
-
-    def _remove(
-        self, keys: Sequence[BlockKey], places: Sequence[Place] | None, *, reuse: bool = True
-    ) -> list[IndexEntry | None]:
-        """Delete from the index, durably, and then free the slots for `reuse`."""
-        try:
-            removed = self._index.remove(keys, places)
-        except IndexFull:
-            if len(keys) == 1 and not self._stretch_index(1):
-                raise
-            # A large batch changes many pages at once; one at a time needs only a few.
-            one_by_one = [places[i : i + 1] if places is not None else None for i in range(len(keys))]
-            return [
-                entry
-                for key, place in zip(keys, one_by_one, strict=True)
-                for entry in self._remove([key], place, reuse=reuse)
-            ]
-        gone = [entry for entry in removed if entry is not None]
-        self._count_blocks(-len(gone), -sum(record_size(entry.meta.payload_bytes) for entry in gone))
-        (self._segments.retire if reuse else self._segments.withhold)([entry.place for entry in gone])
-        return removed
-
-    def _count_blocks(self, num_blocks: int, num_bytes: int) -> None:
-        with self._counts_lock:
-            self._num_blocks += num_blocks
-            self._used_bytes += num_bytes
 
     @contextlib.contextmanager
     def _unavailable_counted(self) -> Iterator[None]:

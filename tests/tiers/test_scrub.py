@@ -81,7 +81,7 @@ def scrubbed(tier: Any, orders: Orders = LOOK) -> Tally:
 def damage(tier: Any, number: int, position: int) -> None:
     """Flip a bit of a stored block behind the tier's back."""
     if isinstance(tier, SsdTier):
-        (entry,) = tier._index.get([key(number)])
+        (entry,) = tier._ledger.index.get([key(number)])
         assert entry is not None
         with segment_of(tier, entry).open("r+b") as file:
             file.seek(entry.place.slot * RECORD_BYTES + position)

@@ -24,7 +24,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("only root, where it may mount, can make a small disk")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def opened(disk: Path, max_bytes: int = 8 * MIB) -> SsdTier:
