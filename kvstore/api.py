@@ -29,7 +29,7 @@ from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUn
 from kvstore.core.hosts import is_loopback
 from kvstore.guard import Guard, read_token
 from kvstore.line import Line, LineBusy
-from kvstore.process import end_with_parent
+from kvstore.process import HTTP_NICE, end_with_parent, stand_back
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode, SessionView
 
@@ -210,6 +210,7 @@ def main() -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its five lines about starting and stopping
     if settings.parent:
         end_with_parent(settings.parent, signal.SIGTERM)
+        stand_back(HTTP_NICE)
         # The daemon decides when to stop; a Ctrl-C in its terminal reaches this process too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

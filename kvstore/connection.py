@@ -27,7 +27,9 @@ class Connection:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._address = str(run_dir / SOCKET_NAME)
         self._socket: zmq.Socket[bytes] | None = None
+        self._poller = zmq.Poller()
         self._sequence = 0
         self._silent_until = 0.0
         self._boot: tuple[int, int] | None = None
@@ -52,22 +54,25 @@ class Connection:
         frame = wire.encode(body)
         if time.monotonic() < self._silent_until:
             raise TierUnavailable("the daemon did not answer a moment ago")
-        if not daemon_lives(self._run_dir):
-            self._drop()
-            raise TierUnavailable(f"no daemon runs in {self._run_dir}")
         boot = self._present_boot()
-        if boot != self._boot:
+        if boot != self._boot or boot is None:
             # The daemon was restarted. What is sent over the old connection before its end is noticed would be lost,
             # and waiting for the answer would take the whole deadline.
             self._drop()
         if self._socket is None:
+            # A daemon that died since the last message is noticed while waiting for its answer: asking for its lock
+            # before each message would cost a tenth of the round trip.
+            if not daemon_lives(self._run_dir):
+                raise TierUnavailable(f"no daemon runs in {self._run_dir}")
             self._boot = boot
             self._socket = zmq.Context.instance().socket(zmq.DEALER)
+            self._poller = zmq.Poller()
+            self._poller.register(self._socket, zmq.POLLIN)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
             self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-            self._socket.connect(f"ipc://{self._run_dir / SOCKET_NAME}")
+            self._socket.connect(f"ipc://{self._address}")
         self._sequence += 1
         header = wire.Header(epoch, incarnation, self._sequence).encode()
         try:
@@ -82,7 +87,7 @@ class Connection:
         deadline = time.monotonic() + timeout_s
         while self._socket is not None:
             wait_s = max(0.0, min(deadline - time.monotonic(), _LOOK_EVERY_S))
-            if self._socket.poll(int(1000 * wait_s) + 1 if wait_s else 0):
+            if self._poller.poll(int(1000 * wait_s) + 1 if wait_s else 0):
                 frames = self._socket.recv_multipart()
                 if len(frames) != 2:
                     raise ProtocolError(wire.ErrorCode.MALFORMED, f"a reply of {len(frames)} frames")
@@ -100,7 +105,7 @@ class Connection:
     def _present_boot(self) -> tuple[int, int] | None:
         """What tells one start of the daemon from the next: each makes its socket anew. None: it has not yet."""
         try:
-            status = os.stat(self._run_dir / SOCKET_NAME)
+            status = os.stat(self._address)
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns

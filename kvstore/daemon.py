@@ -26,6 +26,7 @@ from kvstore.connection import LOCK_NAME, SOCKET_NAME, lock
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.outcome import TierKind
 from kvstore.http_process import HttpProcess
+from kvstore.process import go_first, keep_pauses_short
 from kvstore.region_file import create_region
 from kvstore.store.engines import Engine, EngineTable
 from kvstore.store.link import WorkerLink
@@ -63,6 +64,7 @@ def run(config: Config) -> int:
     try:
         with contextlib.ExitStack() as stack:
             epoch = time.time_ns()
+            go_first()
             region = create_region(config.ram, run_dir, epoch)
             stack.callback(region.close)
             stack.callback(region.unlink)
@@ -106,6 +108,7 @@ class Daemon:
         if TierKind.S3 not in self._links:
             _log.info("no bucket is configured (s3.bucket): serving with %d tiers", 2 + len(self._links))
         self._recover(wakeup)
+        keep_pauses_short()
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         path = self._run_dir / SOCKET_NAME

@@ -3,7 +3,9 @@
 Writes go in batches of up to 32 MiB from as many threads as the daemon's worker has for them, from slots of a region;
 every block is on disk when its batch is answered, checksum and index included. Reads are single blocks in random order,
 again from as many threads as the worker has, with every page of the folder dropped before. The files are written and
-read by as many threads.
+read by as many threads, from and to the same slots. `write_huge` and `read_huge` compare with a file whose bytes come
+from and go to huge pages: direct I/O from small pages that lie scattered reaches a third of that, and a region in
+/dev/shm has huge pages only where the system allows it.
 """
 
 import time
@@ -25,21 +27,25 @@ from tiers.region import Region
 from tiers.ssd import SsdTier
 
 _EPOCH = 1
+_HUGE = "direct, huge pages"
 
 
 def measure(
     settings: BenchSettings, sizes: Sizes, on_round: Callable[[], None]
 ) -> tuple[dict[str, Compared], dict[str, Any]]:
-    """Return write and read, and whether every read was cold. Raises TierUnavailable where the tier fails."""
+    """Return write and read, both also against huge pages, and whether every read was cold.
+
+    Raises TierUnavailable where the tier fails.
+    """
     folder = settings.folder / f"ssd-{sizes.block_bytes}"
     folder.mkdir()
-    names = ("buffered", "direct", "direct, slots")
+    names = ("buffered", "direct", _HUGE)
     plain = {
         name: PlainFile(folder / f"plain-{number}", sizes.num_blocks, sizes.block_bytes, direct=name != "buffered")
         for number, name in enumerate(names)
     }
     cached: list[float] = []
-    # The ceiling moves its bytes from and to the best memory for it; from and to slots it is only told for comparison.
+    # What the disk could do if slots lay on huge pages.
     plain_sources, plain_targets = (Buffers(sizes.num_blocks, sizes.block_bytes, seed).views for seed in (1, 2))
     tier = SsdTier(folder / "tier", max_bytes=_cap(sizes), segment_bytes=_cap(sizes) // 4)
     with (
@@ -66,7 +72,7 @@ def measure(
             return seconds
 
         def ceiling(name: str, file: PlainFile) -> Callable[[int], dict[str, float]]:
-            here, there = (sources, targets) if name.endswith("slots") else (plain_sources, plain_targets)
+            here, there = (plain_sources, plain_targets) if name == _HUGE else (sources, targets)
 
             def run(number: int) -> dict[str, float]:
                 write_s = file.write([[(i, here[i]) for i in batch] for batch in indexes], writers)
@@ -84,7 +90,9 @@ def measure(
                 file.close()
     timings = {part: Timing(tuple(taken), sizes.total_bytes) for part, taken in seconds.items()}
     compared = {
-        part: Compared(timings[part], {name: timings[f"{part} {name}"] for name in names}) for part in ("write", "read")
+        f"{part}{suffix}": Compared(timings[part], {name: timings[f"{part} {name}"] for name in ceilings})
+        for part in ("write", "read")
+        for suffix, ceilings in (("", names[:2]), ("_huge", names[2:]))
     }
     return compared, {"reads_were_cold": all(map(is_cold, cached)), "pages_left_in_cache": max(cached)}
 

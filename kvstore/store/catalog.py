@@ -128,6 +128,19 @@ class Catalog:
         blocks = np.flatnonzero(self._columns.residency[: self._index.num_ids] == tier_bit(TierKind.RAM))
         return [int(block) for block in blocks[np.argsort(self._columns.depth[blocks], kind="stable")]]
 
+    def blocks_only_in_bucket(self) -> list[int]:
+        """The blocks that nobody but the bucket has and no session of ours names, parents before children."""
+        rows = slice(0, self._index.num_ids)
+        columns = self._columns
+        is_there = columns.residency[rows] == tier_bit(TierKind.S3)
+        blocks = np.flatnonzero(is_there & (columns.session_refs[rows] == 0) & (columns.pins[rows] == 0))
+        return [int(block) for block in blocks[np.argsort(columns.depth[blocks], kind="stable")]]
+
+    def is_only_in_bucket(self, block: int) -> bool:
+        """Whether the block is one of `blocks_only_in_bucket`."""
+        is_there = self.residency(block) == tier_bit(TierKind.S3)
+        return is_there and not self.session_refs(block) and not self.pinned(block)
+
     def pins(self, block: int) -> int:
         return int(self._columns.pins[block])
 

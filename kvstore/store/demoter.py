@@ -41,9 +41,7 @@ class Demoter:
         loader: Loader,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
-        on_stored: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_stored` is told of each block that the tier holds now through us."""
         self._tier = tier
         self._catalog = catalog
         self._ram = ram
@@ -52,7 +50,6 @@ class Demoter:
         self._loader = loader
         self._on_fault = on_fault
         self._clock = clock
-        self._on_stored = on_stored
         self._queue: OrderedDict[int, None] = OrderedDict()
         self._failed: dict[int, None] = {}
         self._under_way: set[int] = set()
@@ -174,7 +171,6 @@ class Demoter:
             self._catalog.set_resident(block, self._tier)
             if self._tier in self._room.policies:
                 self._room.policies[self._tier].on_insert([block])
-            self._on_stored(block)
 
     def _put_away(self, block: int) -> None:
         """Free the slot of a block that was brought into RAM only to be copied: nobody asked for it there."""

@@ -14,7 +14,6 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.key import KEY_BYTES, BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
-from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
 from kvstore.store.link import WorkerLink
 from kvstore.store.prefix_search import MAX_ASKED
@@ -50,12 +49,10 @@ class Discovery:
         self,
         catalog: Catalog,
         link: WorkerLink,
-        known: BucketKnown,
         clock: Callable[[], float],
     ) -> None:
         self._catalog = catalog
         self._link = link
-        self._known = known
         self._clock = clock
         self._waiting: OrderedDict[BlockKey, _Question] = OrderedDict()
         self._out: set[BlockKey] = set()
@@ -151,7 +148,6 @@ class Discovery:
                 self.counts.add("inconsistent")
                 return False
             self._catalog.set_resident(block, TierKind.S3)
-            self._known.add(block)
         return True
 
 

@@ -10,8 +10,11 @@ kept (session_sync.py).
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.index import Ids
@@ -21,7 +24,7 @@ from kvstore.store import record as records
 from kvstore.store.catalog import Catalog, NamespaceInfo
 from kvstore.store.columns import tier_bit
 from kvstore.store.record import MAX_REVISION, MAX_TTL_S, SessionKey, SessionRecord
-from kvstore.wire import ErrorCode, SessionPut, SessionView
+from kvstore.wire import ChatMessage, ErrorCode, SessionPut, SessionView
 
 _MAX_CACHED_BYTES = 64 << 20
 # Text that no tier has taken yet must stay in memory; past this much of it turns are refused.
@@ -117,7 +120,17 @@ class SessionTable:
             self._cache.move_to_end(key)
         return record
 
-    def view(self, session: Session, record: SessionRecord | None = None) -> SessionView:
+    def views(self, sessions: Sequence[Session]) -> list[SessionView]:
+        """`view` of each, without messages."""
+        return [
+            self._view(session, durable, [])
+            for session, durable in zip(sessions, self.durable_of(sessions), strict=True)
+        ]
+
+    def view(self, session: Session, record: SessionRecord) -> SessionView:
+        return self._view(session, self.durable(session), record.messages)
+
+    def _view(self, session: Session, durable: str, messages: list[ChatMessage]) -> SessionView:
         tenant, namespace, session_id = session.key
         return SessionView(
             id=session_id,
@@ -125,11 +138,11 @@ class SessionTable:
             namespace=namespace.hex(),
             model=session.model,
             revision=session.revision,
-            messages=[] if record is None else record.messages,
+            messages=messages,
             num_messages=session.num_messages,
             num_tokens=session.num_tokens,
             num_blocks=len(session.blocks),
-            durable=self.durable(session),
+            durable=durable,
             pinned=session.pinned,
             created_s=session.created_s,
             last_turn_s=session.last_turn_s,
@@ -139,11 +152,20 @@ class SessionTable:
 
     def durable(self, session: Session) -> str:
         """ "s3" or "ssd" if the newest record and every full block of it lie there, synced; else "none"."""
-        if session.s3_revision == session.revision and self._all_in(session, TierKind.S3):
-            return "s3"
-        if session.ssd_revision == session.revision and self._all_in(session, TierKind.SSD):
-            return "ssd"
-        return "none"
+        return self.durable_of([session])[0]
+
+    def durable_of(self, sessions: Sequence[Session]) -> list[str]:
+        """`durable` of each of the sessions; all their blocks are looked at together."""
+        if not sessions:
+            return []
+        ends = np.cumsum([0, *(len(session.blocks) for session in sessions)])
+        residency = self._catalog.residency_of(np.concatenate([session.blocks for session in sessions]))
+        in_s3 = _none_missing(residency, TierKind.S3, ends)
+        on_ssd = _none_missing(residency, TierKind.SSD, ends)
+        return [
+            _survives(session, on_ssd=is_on_ssd, in_s3=is_in_s3)
+            for session, is_on_ssd, is_in_s3 in zip(sessions, on_ssd, in_s3, strict=True)
+        ]
 
     # ------------------------------------------------------------ changing
 
@@ -310,8 +332,18 @@ class SessionTable:
         record = self._cache.get(session.key)
         return record is not None and record.keys == put.keys and record.messages == put.messages
 
-    def _all_in(self, session: Session, tier: TierKind) -> bool:
-        return bool((self._catalog.residency_of(session.blocks) & tier_bit(tier)).all())
+
+def _survives(session: Session, *, on_ssd: bool, in_s3: bool) -> str:
+    """`on_ssd`, `in_s3`: whether all its blocks are there."""
+    if in_s3 and session.s3_revision == session.revision:
+        return "s3"
+    return "ssd" if on_ssd and session.ssd_revision == session.revision else "none"
+
+
+def _none_missing(residency: npt.NDArray[np.uint8], tier: TierKind, ends: npt.NDArray[np.int64]) -> list[bool]:
+    """Whether all are in the tier, per run of blocks from one of `ends` to the next."""
+    missing = np.concatenate(([0], np.cumsum(residency & tier_bit(tier) == 0)))[ends]
+    return [bool(is_none) for is_none in missing[1:] == missing[:-1]]
 
 
 def _weight(record: SessionRecord) -> int:

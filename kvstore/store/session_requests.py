@@ -11,7 +11,6 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import tombstone
-from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog, NamespaceInfo
 from kvstore.store.demoter import Demoter
@@ -42,7 +41,6 @@ class SessionRequests:
         links: dict[TierKind, WorkerLink],
         demoters: dict[TierKind, Demoter],
         room: Room,
-        known: BucketKnown,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
@@ -51,7 +49,6 @@ class SessionRequests:
         self._links = links
         self._demoters = demoters
         self._room = room
-        self._known = known
         self._clock = clock
         to_bucket = demoters.get(TierKind.S3)
         self._on_fault = on_fault
@@ -152,8 +149,8 @@ class SessionRequests:
     def list(self, request: wire.SessionList) -> wire.Sessions:
         chosen = [s for s in self._table if request.tenant is None or s.key[0] == request.tenant]
         chosen.sort(key=lambda session: session.last_turn_s, reverse=True)
-        views = [self._table.view(session) for session in chosen[: max(0, min(request.limit, _MAX_LISTED))]]
-        return wire.Sessions(views, len(chosen))
+        listed = chosen[: max(0, min(request.limit, _MAX_LISTED))]
+        return wire.Sessions(self._table.views(listed), len(chosen))
 
     def pin(self, request: wire.SessionPin, reply: Reply) -> None:
         session = self._table.find(request.id, request.tenant, request.namespace)
@@ -209,8 +206,6 @@ class SessionRequests:
         """Know the session no more. Its blocks stay where they are, as long as they are not evicted."""
         self._removals.remove(session, self._links.keys() & {TierKind.SSD}, None, lambda: None)
         for block in self._table.remove(session):
-            if self._catalog.resident(block, TierKind.S3):
-                self._known.add(block)
             self._catalog.unpin(block)
 
     def _delete(self, session: Session, done: Callable[[int], None] = lambda _: None) -> None:

@@ -5,16 +5,8 @@ from kvstore.store.catalog import Catalog
 from kvstore.store.demoter import Demoter
 from kvstore.store.link import WorkerLink
 from kvstore.store.room import Room
-from kvstore.store.session import SessionTable
 from kvstore.store.stats import Counts, RequestStats
 from tiers.ram import RamTier
-
-
-def session_counts(sessions: SessionTable) -> dict[str, object]:
-    durable = {"none": 0, "ssd": 0, "s3": 0}
-    for session in sessions:
-        durable[sessions.durable(session)] += 1
-    return {"count": len(sessions), "pinned": sum(session.pinned for session in sessions), "durable": durable}
 
 
 def error_counts(errors: Counts, links: dict[TierKind, WorkerLink]) -> dict[str, int]:

@@ -19,6 +19,7 @@ from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
+from kvstore.store.census import SessionCensus
 from kvstore.store.demoter import Demoter
 from kvstore.store.discovery import Discovery
 from kvstore.store.engines import Engine, EngineTable
@@ -31,7 +32,7 @@ from kvstore.store.loader import Loader
 from kvstore.store.room import Room
 from kvstore.store.session import SessionTable
 from kvstore.store.session_requests import SessionRequests
-from kvstore.store.snapshot import error_counts, ram_stats, session_counts, slow_tier_stats
+from kvstore.store.snapshot import error_counts, ram_stats, slow_tier_stats
 from kvstore.store.stats import Counts, RequestStats
 from kvstore.store.verification import Verification
 from kvstore.version import VERSION
@@ -83,15 +84,12 @@ class Store:
         self._grants = Grants(catalog, ram, self._room)
         self._leases = LeaseTable(catalog)
         self._fetches = Fetches(catalog, ram, self._loader, self._leases)
-        self._known = BucketKnown(catalog)
+        self._known = BucketKnown(catalog, clock)
         self._discovery: Discovery | None = None
         if TierKind.S3 in links and config.s3.discover:
-            self._discovery = Discovery(catalog, links[TierKind.S3], self._known, clock)
+            self._discovery = Discovery(catalog, links[TierKind.S3], clock)
         for tier, link in links.items():
-            enter = self._known.add if tier == TierKind.S3 else _nothing
-            self._demoters[tier] = Demoter(
-                tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, enter
-            )
+            self._demoters[tier] = Demoter(tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock)
         self._session_table = SessionTable(
             catalog,
             ttl_s=config.sessions.ttl_s,
@@ -99,8 +97,9 @@ class Store:
             max_tokens=config.sessions.max_tokens_per_session,
             wall_clock=wall_clock,
         )
+        self._census = SessionCensus(self._session_table)
         self.sessions = SessionRequests(
-            self._session_table, catalog, links, self._demoters, self._room, self._known, self._errors.add, clock
+            self._session_table, catalog, links, self._demoters, self._room, self._errors.add, clock
         )
         if TierKind.S3 in links:
             links[TierKind.S3].on_tombstones = self.sessions.buried
@@ -130,6 +129,7 @@ class Store:
             self._room.keep_below(self._config.ram.high_watermark, self._config.ram.low_watermark)
             self._room.pump(now)
             self.sessions.housekeeping()
+            self._census.step()
             self._known.trim()
         for tier, link in self._links.items():
             if link.ready and not self._was_ready[tier] and tier == TierKind.SSD:
@@ -334,7 +334,7 @@ class Store:
                 "tiers": tiers,
                 "requests": self._requests.snapshot(),
                 "errors": error_counts(self._errors, self._links),
-                "sessions": session_counts(self._session_table),
+                "sessions": self._census.snapshot(),
                 "discovery": {} if self._discovery is None else self._discovery.counts.snapshot(),
                 "store": {"blocks_stored": self._blocks_stored, "refused": self._refused.snapshot()},
             }
@@ -426,11 +426,6 @@ class Store:
     def _on_removed(self, block: int) -> None:
         for demoter in self._demoters.values():
             demoter.forget(block)
-        self._known.removed(block)
-
-
-def _nothing(_: int) -> None:
-    pass
 
 
 def _checked_keys(keys: bytes) -> bytes:

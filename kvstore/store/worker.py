@@ -30,7 +30,7 @@ from kvstore.config import EncryptionConfig, S3Config, SsdConfig
 from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable, WrongKey
 from kvstore.core.key import BlockKey, split_keys
 from kvstore.core.outcome import Outcome
-from kvstore.process import end_with_parent
+from kvstore.process import WORKER_NICE, end_with_parent, stand_back
 from kvstore.store import ops
 from kvstore.store.batches import Change, Changes
 from kvstore.store.encryption import load_keys
@@ -77,6 +77,7 @@ def main() -> int:
         level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {settings.tier}: %(message)s"
     )
     end_with_parent(settings.parent, signal.SIGKILL)
+    stand_back(WORKER_NICE)
     # The daemon decides when to stop; a Ctrl-C in its terminal reaches this process too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

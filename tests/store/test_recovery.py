@@ -1,5 +1,6 @@
 """What a daemon knows after it has been started on a disk that was used before."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -148,3 +149,27 @@ def test_what_a_disk_holds_comes_in_several_messages_with_its_records(
         assert rig.lookup(engine, Prefix(NAMESPACE, seed, 4).keys) == [TierKind.SSD] * 4
     assert ids(rig) == {"chat-1", "chat-2"}
     rig.check()
+
+
+def test_no_more_of_what_a_disk_holds_is_under_way_than_has_room(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a disk held waited in memory until the control thread had taken it in: a worker that is to stop
+    meanwhile must not wait for room either."""
+    monkeypatch.setattr(batches, "RECOVERED_BLOCKS", 1)
+    monkeypatch.setattr(worker, "_LOOK_EVERY_S", 0)
+    disk = memory(TierKind.SSD)
+    before = make_rig("a", ssd=disk)
+    before.put(before.attach(NAMESPACE), NAMESPACE, Prefix(NAMESPACE, 1, 8).keys)
+    before.settle()
+    rig = make_rig("b", ssd=disk, is_started=False)
+    link = rig.links[TierKind.SSD]
+    stopping = link.worker
+    stopping._recovery_room = threading.Semaphore(3)
+    stopping._is_stopping = True
+    stopping._recover(ops.Recover(1, "sessions/"))
+    assert stopping._answers.qsize() == 3
+    for _ in range(3):
+        link._answer([stopping._answers.get()])
+    link.receive()
+    assert [type(op) for op in link.wire.sent] == [ops.Continue] * 3

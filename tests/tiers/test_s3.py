@@ -1,6 +1,8 @@
 """The S3 tier on a real server: damaged objects, buckets that are missing, forbidden or silent, slow networks."""
 
 import logging
+import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +20,7 @@ from kvstore.core.outcome import Outcome
 from kvstore.s3server import S3Server
 from tests.support.blocks import blank, key, meta, payload
 from tests.support.proxy import Mode, Proxy
+from tests.support.scripted import fault, receive_body, respond, scripted
 from tiers.autopack import AutoPacking
 from tiers.codec import PLAIN, Codec
 from tiers.keys import KeyRing
@@ -350,6 +353,51 @@ def test_a_sick_bucket_is_left_alone_and_probed_again(proxy: Proxy, s3_settings:
     now[0] += 10
     assert fetch(tier, 1, 1) == [Outcome.OK, Outcome.OK]
     assert not tier.is_left_alone
+
+
+def test_a_storm_of_slow_downs_is_met_with_pauses_then_left_alone(s3_settings: S3Settings, open_s3: OPEN) -> None:
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    def answer(connection: socket.socket, head: bytes) -> None:
+        receive_body(connection, head)
+        respond(connection, "503 Slow Down", fault("SlowDown"))
+
+    with scripted(answer) as server:
+        settings = replace(s3_settings, endpoint=f"http://127.0.0.1:{server.port}")
+        tier = open_s3(settings, clock=lambda: now[0], sleep=sleep, jitter=random.Random(1))
+        assert store(tier, *range(8)) == [Outcome.UNAVAILABLE] * 8
+        tier.close()
+        assert tier.faults() == {"throttled": 5}
+        assert tier.is_left_alone
+        # Three tries for each of the five, then none at all.
+        assert len(server.heads) == 15
+    assert len(pauses) == 10
+    # Jitter: no two of them alike, so that daemons that were refused together do not come back together.
+    assert len(set(pauses)) == 10
+
+
+def test_a_block_gets_through_between_slow_downs(s3_settings: S3Settings, open_s3: OPEN) -> None:
+    tries: list[bytes] = []
+
+    def answer(connection: socket.socket, head: bytes) -> None:
+        receive_body(connection, head)
+        tries.append(head)
+        if len(tries) % 3:
+            respond(connection, "503 Slow Down", fault("SlowDown"))
+        else:
+            respond(connection, "200 OK", b"", 'ETag: "tag"\r\n')
+
+    with scripted(answer) as server:
+        settings = replace(s3_settings, endpoint=f"http://127.0.0.1:{server.port}")
+        tier = open_s3(settings, sleep=lambda _seconds: None)
+        assert store(tier, 1, 2) == [Outcome.OK, Outcome.OK]
+        assert tier.faults() == {}
+        tier.close()
+    assert len(tries) == 6
 
 
 def test_a_closed_tier_answers_unavailable(open_s3: OPEN) -> None:
