@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from kvstore.store.record import SessionRecord
+from kvstore.store.record import SessionKey, SessionRecord
 from kvstore.store.tombstone import Tombstone, tombstone_name
 
 _MAX_KNOWN = 65_536
@@ -26,6 +26,8 @@ class Burials:
 
     def covers(self, record: SessionRecord) -> bool:
         """Whether the record is of a session that was deleted."""
-        if not self._revisions:
-            return False
-        return record.revision <= self._revisions.get(tombstone_name(record.session_key, record.created_s), -1)
+        return (record.bucket_revision or record.revision) <= self.up_to(record.session_key, record.created_s)
+
+    def up_to(self, key: SessionKey, created_s: float) -> int:
+        """Return the last revision of the session that was deleted, -1 where none was."""
+        return self._revisions.get(tombstone_name(key, created_s), -1) if self._revisions else -1

@@ -33,7 +33,9 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One session at one revision. It holds the user's text, so it goes only where blocks go, with mode 0600.
 
     `s3_blocks` is how many leading blocks were in the bucket when the record was put there; `s3_revision` and
-    `s3_etag` are the local copy's memory of what it last put or saw there.
+    `s3_etag` are the local copy's memory of what it last put or saw there. So is `bucket_revision`: which revision this
+    state is in the bucket, 0 where it is not there. What a daemon takes over from there it numbers anew where it must
+    (`session_read.py`), and deletions are told in the bucket's numbers.
     """
 
     id: str
@@ -53,6 +55,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     s3_blocks: int = 0
     s3_revision: int = 0
     s3_etag: str = ""
+    bucket_revision: int = 0
 
     @property
     def session_key(self) -> SessionKey:

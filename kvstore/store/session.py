@@ -38,7 +38,7 @@ class Session:
     """What is always in memory of a session; its text lies in the record.
 
     `ssd_revision` and `s3_revision` are the newest revisions that are durable there, `s3_etag` the bucket's tag of the
-    record we last put or saw.
+    record we last put or saw, `bucket_revision` as in the record.
     """
 
     key: SessionKey
@@ -55,12 +55,18 @@ class Session:
     ssd_revision: int = 0
     s3_revision: int = 0
     s3_etag: str = ""
+    bucket_revision: int = 0
     is_putting: dict[TierKind, bool] = field(default_factory=lambda: {TierKind.SSD: False, TierKind.S3: False})
     checked_at: float = -1e9
 
     @property
     def expires_s(self) -> float | None:
         return None if self.pinned else self.last_turn_s + self.ttl_s
+
+    @property
+    def shared_revision(self) -> int:
+        """The number of this state where several daemons speak of it."""
+        return self.bucket_revision or self.revision
 
 
 class SessionTable:
@@ -225,6 +231,7 @@ class SessionTable:
             forked_from=record.forked_from,
             s3_revision=record.s3_revision,
             s3_etag=record.s3_etag,
+            bucket_revision=record.bucket_revision,
         )
         if before is not None:
             session.ssd_revision = before.ssd_revision

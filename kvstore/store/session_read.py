@@ -69,21 +69,31 @@ class SessionReader:
         self._on_lost = on_lost
         self._asked: list[_Asked] = []
 
-    def recover(self, data: bytes) -> None:
-        """Enter a record that was found on SSD."""
+    def recover(self, data: bytes) -> Session | None:
+        """Enter a record that was found on SSD; return the session, unless another one has its name by now."""
         record = records.decode(data)
         if record is None:
             self._on_fault("session_record_unreadable")
-            return
-        if self._table.get(record.session_key) is not None:
+            return None
+        present = self._table.get(record.session_key)
+        if present is not None:
+            is_same = present.created_s == record.created_s and record.s3_revision == record.revision
+            if is_same or self._burials.covers(record):
+                return None  # the bucket has told of it already, and of whatever came after
             # The disk came late, and the session was begun anew meanwhile: what was there before goes on as a fork.
             forked_id = self._table.fork_id(record.session_key)
             record = msgspec.structs.replace(
-                record, id=forked_id, forked_from=record.id, s3_blocks=0, s3_revision=0, s3_etag=""
+                record,
+                id=forked_id,
+                forked_from=record.id,
+                s3_blocks=0,
+                s3_revision=0,
+                s3_etag="",
+                bucket_revision=0,
             )
             self._on_fault("session_conflict")
             self._table.mark_dirty(self._table.adopt(record, ssd_revision=0).key)
-            return
+            return None
         session = self._table.adopt(record, ssd_revision=record.revision)
         self._mark_in_bucket(session, record.s3_blocks)
         if TierKind.S3 in self._links and session.s3_revision < session.revision:
@@ -91,6 +101,7 @@ class SessionReader:
             if self._demoter is not None:
                 # Which of them had been uploaded before the restart is not known; asking is cheaper than sending.
                 self._demoter.may_exist.update(session.blocks.tolist())
+        return session
 
     def get(self, key: SessionKey, now: float, deadline_s: float, got: Got) -> None:
         """Find the session's newest record here or in the bucket; `got` is told by the deadline."""
@@ -155,7 +166,9 @@ class SessionReader:
                 return False
             # Whoever began a turn from the state that was here must be found out, whatever number the other one has.
             revision = max(revision, session.revision + 1)
-        record = msgspec.structs.replace(record, revision=revision, s3_revision=revision, s3_etag=found.etag)
+        record = msgspec.structs.replace(
+            record, revision=revision, s3_revision=revision, s3_etag=found.etag, bucket_revision=record.revision
+        )
         session = self._table.adopt(record, ssd_revision=0)
         self._mark_in_bucket(session, record.s3_blocks)
         for block in session.blocks[record.s3_blocks :].tolist():
@@ -238,8 +251,15 @@ class SessionReader:
         record = records.decode(result.data)
         if record is not None and record.session_key == session.key:
             revision = session.revision
+            session.bucket_revision = record.revision
             self._table.remember(
-                msgspec.structs.replace(record, revision=revision, s3_revision=revision, s3_etag=result.etag)
+                msgspec.structs.replace(
+                    record,
+                    revision=revision,
+                    s3_revision=revision,
+                    s3_etag=result.etag,
+                    bucket_revision=record.revision,
+                )
             )
         else:
             session.s3_revision = 0

@@ -109,7 +109,10 @@ class SessionRequests:
         """Enter a record that was found on SSD, or go on with a deletion that a predecessor of ours began."""
         stone = tombstone.decode(data)
         if stone is None:
-            self._reader.recover(data)
+            session = self._reader.recover(data)
+            if session is not None:
+                # The bucket may have told of its deletion before the disk told of it.
+                self._heed(session, self._burials.up_to(session.key, session.created_s), is_new=True)
         else:
             self._buried(data)
             self._removals.resume(stone)
@@ -179,11 +182,14 @@ class SessionRequests:
             return
         is_new = self._burials.remember(stone)
         session = self._table.get(stone.session_key)
-        if session is None:
-            return
-        if stone.covers(session.key, session.created_s, session.revision):
+        if session is not None and session.created_s == stone.created_s:
+            self._heed(session, stone.revision, is_new)
+
+    def _heed(self, session: Session, up_to: int, is_new: bool) -> None:
+        """The session was deleted elsewhere up to that revision of the bucket's, -1: it was not."""
+        if session.shared_revision <= up_to:
             self._drop(session, self._links.keys() & {TierKind.SSD}, None)
-        elif is_new and session.created_s == stone.created_s:
+        elif is_new and up_to >= 0:
             self._begin_anew(session)
 
     def _expire_unless_newer(self, session: Session, now: float) -> None:
@@ -213,8 +219,11 @@ class SessionRequests:
         stone = None
         if TierKind.S3 in self._links:
             keys = b"".join(map(self._catalog.key, session.blocks.tolist()))
+            # A record of ours may be on its way, with our number.
+            is_put = session.s3_revision == session.revision
+            revision = session.shared_revision if is_put else max(session.revision, session.bucket_revision)
             stone = tombstone.make_tombstone(
-                session.key, session.created_s, session.revision, keys, session.ttl_s, self._table.now_s()
+                session.key, session.created_s, revision, keys, session.ttl_s, self._table.now_s()
             )
             self._burials.remember(stone)
         self._drop(session, self._links.keys(), stone, done)
@@ -238,7 +247,7 @@ class SessionRequests:
 
     def _begin_anew(self, session: Session) -> None:
         """What the session goes on from was deleted elsewhere: for the bucket it is a new one."""
-        session.s3_revision, session.s3_etag = 0, ""
+        session.s3_revision, session.s3_etag, session.bucket_revision = 0, "", 0
         for block in session.blocks.tolist():
             self._catalog.set_absent(block, TierKind.S3, "deleted")
         self._demoters[TierKind.S3].may_exist.update(session.blocks.tolist())

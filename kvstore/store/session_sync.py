@@ -88,7 +88,7 @@ class SessionSync:
         changed = msgspec.structs.replace(record, pinned=pinned, s3_revision=0)
         session = self._table.get(record.session_key)
         if session is not None:
-            changed = msgspec.structs.replace(changed, s3_etag=session.s3_etag)
+            changed = msgspec.structs.replace(changed, s3_etag=session.s3_etag, bucket_revision=session.bucket_revision)
         self._table.mark_dirty(self._table.adopt(changed, ssd_revision=0).key)
 
     # ------------------------------------------------------------ private
@@ -159,7 +159,7 @@ class SessionSync:
     def _put_in_bucket(self, session: Session, record: SessionRecord) -> None:
         link = self._links[TierKind.S3]
         session.is_putting[TierKind.S3] = True
-        bare = msgspec.structs.replace(record, s3_revision=0, s3_etag="")
+        bare = msgspec.structs.replace(record, s3_revision=0, s3_etag="", bucket_revision=0)
 
         def put(result: ops.Result) -> None:
             session.is_putting[TierKind.S3] = False
@@ -185,6 +185,8 @@ class SessionSync:
     def _uploaded(self, current: Session, session: Session, record: SessionRecord, etag: str) -> None:
         current.s3_etag = etag
         current.checked_at = self._clock()
+        if record.revision == current.revision:
+            current.bucket_revision = record.revision
         if current is not session and record.revision >= current.revision:
             return  # pinned or unpinned meanwhile
         current.s3_revision = record.revision
@@ -193,7 +195,11 @@ class SessionSync:
         if newest is None or newest.revision != current.revision:
             return
         noted = msgspec.structs.replace(
-            newest, s3_blocks=record.s3_blocks, s3_revision=current.s3_revision, s3_etag=etag
+            newest,
+            s3_blocks=record.s3_blocks,
+            s3_revision=current.s3_revision,
+            s3_etag=etag,
+            bucket_revision=current.bucket_revision,
         )
         self._table.remember(noted)
         link = self._links.get(TierKind.SSD)
@@ -242,6 +248,7 @@ class SessionSync:
             s3_blocks=0,
             s3_revision=0,
             s3_etag="",
+            bucket_revision=0,
         )
         self._table.mark_dirty(self._table.adopt(fork, ssd_revision=0).key)
         session.s3_revision = session.revision  # nothing of ours is left that theirs could overwrite

@@ -1,0 +1,93 @@
+"""Sessions that were deleted at another daemon stay deleted, however they are numbered here and whatever comes late."""
+
+from collections.abc import Callable
+
+from kvstore.core.outcome import TierKind
+from tests.store.test_janitor import KEYS, in_bucket, together
+from tests.support.rig import JANITOR, Rig, memory
+from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, ids, pin, turn, view
+
+MakeRig = Callable[..., Rig]
+
+
+def test_a_session_that_was_only_pinned_elsewhere_stays_deleted(make_rig: MakeRig, bucket: Bucket) -> None:
+    """A pin changes the bucket's record and not its revision, so another daemon gave what it took over a number of its
+    own, one higher. The deletion named the bucket's, and that daemon brought the session back as a newer one."""
+    first = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    second = make_rig("b", ssd=memory(TierKind.SSD), **bucket.options())
+    turn(first, first.attach(NAMESPACE), 4)
+    together([first, second], 3)
+    for pinned in (True, False):
+        assert view(second).pinned != pinned
+        pin(first, pinned)
+        together([first, second], 3)
+    assert view(second).revision == 3 and bucket.revision() == 1
+    delete(first)
+    together([first, second], JANITOR.tombstone_poll_s + 10)
+    assert not ids(first) and not ids(second) and bucket.revision() is None and in_bucket(bucket) == 0
+    second.check()
+
+
+def test_a_deletion_names_the_buckets_number_and_spares_a_turn_that_came_since(
+    make_rig: MakeRig, bucket: Bucket
+) -> None:
+    """The daemon that deleted knew the session by a higher number than the bucket, and so deleted the next turn."""
+    first = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    second = make_rig("b", ssd=memory(TierKind.SSD), **bucket.options())
+    engine = first.attach(NAMESPACE)
+    turn(first, engine, 4)
+    together([first, second], 3)
+    view(second)
+    pin(first, True)
+    together([first, second], 3)
+    assert view(second).revision == 2 and bucket.revision() == 1
+    turn(first, engine, 8, 1)
+    delete(second)
+    together([first, second], JANITOR.tombstone_poll_s + 10)
+    assert view(first).num_blocks == 8 and view(first).durable == "s3" and in_bucket(bucket) == 8
+
+
+def test_a_deletion_that_is_known_before_the_disk_is_read_ends_what_the_disk_kept(
+    make_rig: MakeRig, bucket: Bucket
+) -> None:
+    """The bucket's worker is up first and tells of each tombstone once; sessions that came from the disk after that
+    lived on."""
+    disk = memory(TierKind.SSD)
+    first = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    second = make_rig("b", ssd=disk, **bucket.options())
+    turn(first, first.attach(NAMESPACE), 4)
+    together([first, second], 3)
+    view(second)
+    second.fetch(second.attach(NAMESPACE), KEYS[:4])
+    second.settle(seconds=1.0)
+    assert NAME in second.ssd_records.records and disk.blocks
+    delete(first)
+    first.settle(seconds=3.0)
+    after = make_rig("c", ssd=disk, ssd_records=second.ssd_records, is_started=False, **bucket.options())
+    let_the_disk_come(after, after_s=5.0)
+    assert not ids(after) and bucket.revision() is None
+    assert not disk.blocks and NAME not in after.ssd_records.records
+    after.check()
+
+
+def test_a_session_that_the_bucket_told_of_before_the_disk_did_is_no_conflict(
+    make_rig: MakeRig, bucket: Bucket
+) -> None:
+    disk = memory(TierKind.SSD)
+    before = make_rig("a", ssd=disk, **bucket.options())
+    turn(before, before.attach(NAMESPACE), 4)
+    before.settle(seconds=3.0)
+    after = make_rig("b", ssd=disk, ssd_records=before.ssd_records, is_started=False, **bucket.options())
+    let_the_disk_come(after, after_s=1.0, meanwhile=view)
+    assert ids(after) == {"chat"} and view(after).durable == "s3"
+    after.check()
+
+
+def let_the_disk_come(rig: Rig, after_s: float, meanwhile: Callable[[Rig], object] = lambda _: None) -> None:
+    answers = rig.links[TierKind.SSD].wire.answers
+    ready = list(answers)
+    answers.clear()
+    rig.settle(seconds=after_s)
+    meanwhile(rig)
+    answers.extend(ready)
+    rig.settle(seconds=5.0)
