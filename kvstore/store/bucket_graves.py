@@ -7,8 +7,9 @@
 All of it may be cut off anywhere and done again by anybody: the tombstone names its blocks until they are gone.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -19,17 +20,18 @@ from kvstore.store.bucket_index import BucketIndex, is_among, marks_of
 from kvstore.store.stats import Counts
 from kvstore.store.tombstone import TOMBSTONE_PREFIX, Tombstone, tombstone_name
 from tiers.base import RecordStore
-from tiers.inventory import Inventory
+from tiers.inventory import Inventory, ListedRecord
 from tiers.objects import DELETE_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
 class _Grave:
-    """`stone` is without keys; `is_open`: it may still have some in the bucket."""
+    """`stone` is without keys; `is_open`: it may still have some in the bucket; `written_s` is the server's clock."""
 
     etag: str
     stone: Tombstone
     is_open: bool
+    written_s: float = math.inf
 
 
 class Graves:
@@ -60,12 +62,12 @@ class Graves:
 
     def poll(self) -> list[bytes]:
         """Return the tombstones that have come since the last time, ours too. Raises TierUnavailable."""
-        found: dict[str, str] = {}
+        found: dict[str, ListedRecord] = {}
         following: str | None = None
         while True:
             self._pace()
             page = self._inventory.records(TOMBSTONE_PREFIX, following)
-            found.update((listed.name, listed.etag) for listed in page.records)
+            found.update((listed.name, listed) for listed in page.records)
             following = page.following
             if following is None:
                 break
@@ -73,11 +75,13 @@ class Graves:
             del self._graves[gone]
         self._told &= found.keys()
         new = []
-        for name, etag in found.items():
+        for name, listed in found.items():
             known = self._graves.get(name)
-            if known is None or known.etag != etag:
+            if known is None or known.etag != listed.etag:
                 self._pace()
                 self._read(name)
+            if name in self._graves:
+                self._graves[name] = replace(self._graves[name], written_s=listed.modified_s)
             if name in self._graves and name not in self._told:
                 self._told.add(name)
                 new.append(tombstone.encode(self._graves[name].stone))
@@ -103,7 +107,8 @@ class Graves:
         for name, grave in list(self._graves.items()):
             if grave.is_open and self._index.is_complete:
                 self._bury(name)
-            elif not grave.is_open and grave.stone.deleted_s + grave.stone.keep_s <= now_s:
+            elif not grave.is_open and grave.written_s + grave.stone.keep_s <= now_s:
+                # By the server's clock: that of who deleted the session may be wrong by years.
                 self._go_on()
                 self._records.delete(name)
                 del self._graves[name]

@@ -5,6 +5,7 @@ In memory a session is a few numbers and eight bytes per block, a block's key be
 share those eight bytes would only keep a block that could go.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,8 +40,10 @@ class SessionInBucket:
     pinned: bool
     marks: Marks
 
-    def is_expired(self, now_s: float) -> bool:
-        return not self.pinned and self.last_turn_s + self.ttl_s <= now_s
+    def is_expired(self, written_s: float, now_s: float) -> bool:
+        """`written_s` is when its record was put, by the server's clock, like `now_s`: a daemon's own may be wrong by
+        more than the `ttl`."""
+        return not self.pinned and written_s + self.ttl_s <= now_s
 
 
 class BucketIndex:
@@ -52,6 +55,7 @@ class BucketIndex:
         self._go_on = go_on
         self._sessions: dict[str, SessionInBucket] = {}
         self._unreadable: dict[str, str] = {}
+        self._written_s: dict[str, float] = {}
 
     @property
     def sessions(self) -> list[SessionInBucket]:
@@ -62,20 +66,27 @@ class BucketIndex:
         """Whether so many records could be read that a block which none of them names is nobody's."""
         return len(self._unreadable) <= _MOST_UNREADABLE * (len(self._sessions) + len(self._unreadable))
 
+    def written_s(self, name: str) -> float:
+        """Return when the record was put, as far as known."""
+        return self._written_s.get(name, math.inf)
+
     def get(self, key: SessionKey) -> SessionInBucket | None:
         return self._sessions.get(records.record_name(key))
 
     def refresh(self) -> None:
         """Take in what has changed since the last time. Raises TierUnavailable."""
         found: dict[str, str] = {}
+        written_s: dict[str, float] = {}
         following: str | None = None
         while True:
             self._go_on()
             page = self._inventory.records(RECORD_PREFIX, following)
             found.update((listed.name, listed.etag) for listed in page.records)
+            written_s.update((listed.name, listed.modified_s) for listed in page.records)
             following = page.following
             if following is None:
                 break
+        self._written_s = written_s
         for name, etag in found.items():
             known = self._sessions.get(name)
             if (known is None or known.etag != etag) and self._unreadable.get(name) != etag:

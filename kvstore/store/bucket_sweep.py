@@ -103,7 +103,7 @@ class Sweep:
 
     def _expire(self, now_s: float) -> None:
         for session in self._index.sessions:
-            if not session.is_expired(now_s):
+            if not session.is_expired(self._index.written_s(session.name), now_s):
                 continue
             read = self._index.read(session.name)
             if read is None or read[1] != session.etag:

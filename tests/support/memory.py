@@ -69,7 +69,7 @@ class MemoryTier:
 
 
 class MemoryInventory:
-    """Implements `tiers.inventory.Inventory` on both. A block's time is when it was listed first, a record's is now."""
+    """An `Inventory` of both. A block, or the write of a record, dates from its first listing."""
 
     def __init__(self, tier: Tier, records: "MemoryRecords", clock: Callable[[], float], page_blocks: int = 3) -> None:
         self._tier = tier
@@ -94,9 +94,9 @@ class MemoryInventory:
 
     def records(self, prefix: str, following: str | None = None) -> RecordPage:
         self.num_requests += 1
-        found = [
-            ListedRecord(name, self._records.records[name].etag, self._clock()) for name in self._records.names(prefix)
-        ]
+        etags = {name: self._records.records[name].etag for name in self._records.names(prefix)}
+        times = self._records.modified_s
+        found = [ListedRecord(name, etag, times.setdefault(etag, self._clock())) for name, etag in etags.items()]
         start = int(following or 0)
         return RecordPage(found[start : start + 2], str(start + 2) if start + 2 < len(found) else None)
 
@@ -123,6 +123,7 @@ class MemoryRecords:
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
+        self.modified_s: dict[str, float] = {}
         self.is_down = False
         self._counter = 0
         self._lock = threading.Lock()
