@@ -196,7 +196,7 @@ class Daemon:
             self._context,
             load_window=2 * (config.ssd.threads if is_ssd else config.s3.threads),
             store_window_bytes=_STORE_WINDOW_BYTES,
-            store_window_ops=_SSD_STORE_WINDOW_OPS if is_ssd else max(1, config.s3.threads // 2),
+            store_window_ops=_SSD_STORE_WINDOW_OPS if is_ssd else config.s3.threads,
             on_recovered=lambda reply: self._store.recovered(reply),
         )
 

@@ -136,7 +136,7 @@ class Worker:
         self._scrubber = Scrubber(cast(ScrubbedTier, tier), self.answer, lambda: self._num_reads > 0)
         self._recovery_room = threading.Semaphore(_RECOVERED_AHEAD)
         self._changes = Changes(SSD_BATCH_BYTES if batching else 0)
-        writers = SSD_WRITERS if batching else max(1, threads // 2)
+        writers = SSD_WRITERS if batching else threads
         # Keeps the bucket in order, where there is one.
         self.janitor: Janitor | None = None
         self._writers = [threading.Thread(target=self._write_loop, name=f"writer-{i}") for i in range(writers)]
