@@ -9,7 +9,7 @@ user's KV to another (CVE-2025-25183 is such a case); `xxh3_128` only where ever
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NewType
+from typing import Literal, NewType, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -80,16 +80,12 @@ def chain_keys(
     `token_ids` follow the block `parent` (None: they start the prefix). A uint32 array is hashed in place.
     Raises ValueError for a token id outside of uint32.
     """
-    tokens = _as_uint32(token_ids)
     stride = namespace.block_tokens * 4
-    view = tokens.data.cast("B")
-    digest = _HASHES[namespace.hash_name]
-    key: bytes = namespace.root() if parent is None else parent
-    keys: list[BlockKey] = []
-    for start in range(0, len(view) - stride + 1, stride):
-        key = digest(key + view[start : start + stride])
-        keys.append(BlockKey(key))
-    return keys
+    view = _as_uint32(token_ids).data.cast("B")
+    blocks = [view[start : start + stride] for start in range(0, len(view) - stride + 1, stride)]
+    first = namespace.root() if parent is None else parent
+    # A cast, since calling the NewType for each of hundreds of keys takes a tenth of the time.
+    return cast(list[BlockKey], _CHAINS[namespace.hash_name](first, blocks))
 
 
 def join_keys(keys: Sequence[BlockKey]) -> bytes:
@@ -117,9 +113,34 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+def _chain_sha256(parent: bytes, blocks: list[memoryview]) -> list[bytes]:
+    # Copies of a fresh hasher: making one anew looks the algorithm up each time (0.43 instead of 0.52 ms for 512
+    # blocks of 1 KiB, of which 0.25 are the hash itself).
+    fresh = hashlib.sha256().copy
+    keys = []
+    for block in blocks:
+        hasher = fresh()
+        hasher.update(parent + block)
+        parent = hasher.digest()
+        keys.append(parent)
+    return keys
+
+
 def _xxh3_128(data: bytes) -> bytes:
     # Doubled, so that keys have one width whatever made them.
     return xxhash.xxh3_128_digest(data) * 2
 
 
+def _chain_xxh3_128(parent: bytes, blocks: list[memoryview]) -> list[bytes]:
+    keys = []
+    for block in blocks:
+        parent = _xxh3_128(parent + block)
+        keys.append(parent)
+    return keys
+
+
 _HASHES: dict[str, Callable[[bytes], bytes]] = {"sha256": _sha256, "xxh3_128": _xxh3_128}
+_CHAINS: dict[str, Callable[[bytes, list[memoryview]], list[bytes]]] = {
+    "sha256": _chain_sha256,
+    "xxh3_128": _chain_xxh3_128,
+}
