@@ -35,6 +35,10 @@ class EvictableView(Protocol):
         """`parent` of each of the blocks."""
         ...
 
+    def name(self, block: int) -> int:
+        """What names the block also after it left, when its id may have become another's; 64 bits."""
+        ...
+
     def size_bytes(self, block: int) -> int: ...
 
 

@@ -46,6 +46,9 @@ class _View:
     def pinned(self, block: int) -> bool:
         return self._catalog.pinned(block) or self._must_stay(block)
 
+    def name(self, block: int) -> int:
+        return int.from_bytes(self._catalog.key(block)[:8], "little")
+
     def children(self, block: int) -> int:
         return self._catalog.children_in(block, self._tier)
 

@@ -43,6 +43,11 @@ class MomentQueue:
     def __contains__(self, block: int) -> bool:
         return bool(self._waits[block] != NEVER)
 
+    def waiting(self, blocks: Ids) -> Ids:
+        """Return those of the blocks that wait."""
+        waiting: Ids = blocks[self._waits[blocks] != NEVER]
+        return waiting
+
     def grow(self, rows: int) -> None:
         larger = np.zeros(rows, dtype=np.int64)
         larger[: len(self._waits)] = self._waits
@@ -64,6 +69,16 @@ class MomentQueue:
         self._line_blocks[self._end : self._end + len(blocks)] = blocks
         self._line_moments[self._end : self._end + len(blocks)] = moments
         self._end += len(blocks)
+
+    def append_one(self, block: int, moment: int) -> None:
+        """`append` for one block."""
+        if self._waits[block] == NEVER:
+            self._waits[block] = moment
+            self._count += 1
+            self._make_room(1)
+            self._line_blocks[self._end] = block
+            self._line_moments[self._end] = moment
+            self._end += 1
 
     def push(self, block: int, moment: int) -> None:
         """Add a block, under any moment, unless it waits already."""
@@ -97,7 +112,7 @@ class MomentQueue:
 
     def remove_many(self, blocks: Ids) -> None:
         """`remove` for each of the blocks."""
-        waiting = blocks[self._waits[blocks] != NEVER]
+        waiting = self.waiting(blocks)
         if len(waiting):
             self._count -= len(np.unique(waiting))
             self._waits[waiting] = NEVER

@@ -1,67 +1,13 @@
-"""LRU, leaf first: exact orders, and what every eviction policy promises, on random trees."""
+"""LRU, leaf first: exact orders."""
 
 import random
-from collections.abc import Sequence
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from policies.base import Ids
-from policies.eviction import lru
+from policies.eviction import leafwise
 from policies.eviction.lru import Lru
 from policies.eviction.queue import MomentQueue, Moments
-
-BLOCK_BYTES = 100
-
-
-class Tree:
-    """An EvictableView over one tier that holds trees of blocks, and the policy's caller."""
-
-    def __init__(self) -> None:
-        self.parents: dict[int, int] = {}
-        self.held: set[int] = set()
-        self.stuck: set[int] = set()
-        self.sizes: dict[int, int] = {}
-        self.num_questions = 0
-        self.policy = Lru(self)
-
-    def pinned(self, block: int) -> bool:
-        self.num_questions += 1
-        return block in self.stuck
-
-    def children(self, block: int) -> int:
-        return sum(self.parents[other] == block for other in self.held)
-
-    def parent(self, block: int) -> int:
-        return self.parents[block]
-
-    def parents_of(self, blocks: Ids) -> Ids:
-        return np.array([self.parent(int(block)) for block in blocks], dtype=np.int32)
-
-    def children_of(self, blocks: Ids) -> Ids:
-        return np.array([self.children(int(block)) for block in blocks], dtype=np.int32)
-
-    def size_bytes(self, block: int) -> int:
-        return self.sizes.get(block, BLOCK_BYTES)
-
-    def insert(self, blocks: Sequence[int], parent: int = -1) -> None:
-        for block in blocks:
-            self.parents[block] = parent
-            self.held.add(block)
-            parent = block
-        self.policy.on_insert(blocks)
-
-    def remove(self, block: int) -> None:
-        self.policy.on_remove(block)
-        self.held.discard(block)
-
-    def evict(self, num_blocks: int) -> list[int]:
-        victims = self.policy.victims(num_blocks * BLOCK_BYTES)
-        for block in victims:
-            self.remove(block)
-        return victims
+from tests.support.trees import BLOCK_BYTES, Tree
 
 
 def test_the_coldest_prefix_goes_first_and_from_its_tail() -> None:
@@ -122,7 +68,7 @@ def test_victims_that_were_not_removed_are_named_again() -> None:
 
 def test_a_search_among_leaves_that_must_stay_gives_up_and_goes_on_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With everything in RAM waiting for the disk, each store walked over all of it while the control thread stood."""
-    monkeypatch.setattr(lru, "_MAX_PASSED", 10)
+    monkeypatch.setattr(leafwise, "_MAX_PASSED", 10)
     tree = Tree()
     for block in range(35):
         tree.insert([block])
@@ -143,7 +89,9 @@ def test_the_queue_does_not_grow_with_what_comes_and_goes() -> None:
         for block in range(100):
             tree.remove(block)
     assert len(tree.policy) == 0
-    assert len(tree.policy._leaves._line_blocks) + len(tree.policy._leaves._heap) < 5000
+    assert isinstance(tree.policy, Lru)
+    queue = tree.policy._queues[0]
+    assert len(queue._line_blocks) + len(queue._heap) < 5000
 
 
 def test_many_leaves_that_were_used_since_are_put_right_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +105,7 @@ def test_many_leaves_that_were_used_since_are_put_right_together(monkeypatch: py
         sort(queue, not_before)
 
     monkeypatch.setattr(MomentQueue, "sort", counted)
-    monkeypatch.setattr(lru, "_MAX_MOVED", 10)
+    monkeypatch.setattr(leafwise, "_MAX_MOVED", 10)
     tree = Tree()
     for head in range(0, 100, 2):
         tree.insert([head, head + 1])
@@ -175,60 +123,3 @@ def test_accesses_to_blocks_of_another_tier_are_passed_over() -> None:
     tree.policy.on_remove(9)
     tree.policy.on_remove(6_000)
     assert len(tree.policy) == 1 and tree.evict(1) == [1]
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    verbs = st.sampled_from(["insert", "insert", "access", "remove", "evict", "pin"])
-    return draw(st.lists(st.tuples(verbs, st.integers(0, 30), st.integers(0, 2**16)), max_size=60))
-
-
-@given(histories())
-def test_victims_are_all_or_nothing_and_leaves_first_whatever_came_before(history: list[tuple[str, int, int]]) -> None:
-    tree = Tree()
-    for verb, number, noise in history:
-        choice = random.Random(noise)
-        held = sorted(tree.held)
-        if verb == "insert":
-            free = [block for block in range(40) if block not in tree.held][: 1 + number % 4]
-            if free:
-                tree.insert(free, choice.choice([-1, *held]))
-                tree.sizes.update({block: choice.choice((50, 100, 300)) for block in free})
-        elif verb == "access" and held:
-            tree.policy.on_access(choice.sample(held, min(len(held), 1 + number % 5)))
-        elif verb == "remove" and held:
-            leaves = [block for block in held if not tree.children(block)]
-            tree.remove(choice.choice(leaves))
-        elif verb == "pin":
-            tree.stuck = set(choice.sample(held, len(held) // 3))
-        else:
-            check_eviction(tree, 1 + 40 * number)
-        assert len(tree.policy) == len(tree.held)
-    tree.stuck = set()
-    check_eviction(tree, sum(tree.size_bytes(block) for block in tree.held) or 1)
-    assert not tree.held
-
-
-def check_eviction(tree: Tree, bytes_needed: int) -> None:
-    before = set(tree.held)
-    victims = tree.policy.victims(bytes_needed)
-    assert tree.held == before and len(set(victims)) == len(victims) and set(victims) <= before - tree.stuck
-    if not victims:
-        assert freeable_bytes(tree) < bytes_needed
-        return
-    assert sum(tree.size_bytes(block) for block in victims) >= bytes_needed
-    assert sum(tree.size_bytes(block) for block in victims[:-1]) < bytes_needed
-    for block in victims:
-        assert tree.children(block) == 0, "a block went before a child of it"
-        tree.remove(block)
-
-
-def freeable_bytes(tree: Tree) -> int:
-    """All that has no descendant which must stay."""
-    held, freed = set(tree.held), 0
-    while True:
-        leaves = [b for b in held - tree.stuck if not any(tree.parents[other] == b for other in held)]
-        if not leaves:
-            return freed
-        freed += sum(tree.size_bytes(block) for block in leaves)
-        held -= set(leaves)
