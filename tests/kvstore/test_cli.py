@@ -33,6 +33,7 @@ COMMANDS = [
     ["sessions", "delete"],
     ["evict"],
     ["verify"],
+    ["replay"],
     ["chat"],
     ["demo"],
     ["bench", "tiers"],

@@ -1,0 +1,127 @@
+"""`kvstore replay` on a trace that is made here."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import cli
+from policies.trace import TraceRequest, write_trace
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """8 blocks of 512 tokens; the third request is the first one again."""
+    path = tmp_path / "trace.jsonl"
+    prompts = [(0, 1, 2, 3), (0, 4, 5, 6, 7), (0, 1, 2, 3)]
+    write_trace(path, [TraceRequest(float(i), 512 * len(ids), 10, ids) for i, ids in enumerate(prompts)])
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvstore", "replay", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return ended.value.code if isinstance(ended.value.code, int) else 0, out, err
+
+    return run
+
+
+def test_one_policy_at_one_capacity_is_one_json_object(run: Run, trace: Path) -> None:
+    code, out, _ = run(str(trace), "--capacity-fraction", "1", "--policy", "lru", "--block-tokens", "512", "--json")
+    assert code == 0
+    printed = json.loads(out)
+    assert printed["token_hit_ratio"] == printed["infinite_token_hit_ratio"] == (1 + 4) / 13
+    assert (printed["policy"], printed["capacity_blocks"], printed["unique_blocks"]) == ("lru", 8, 8)
+    assert (printed["input_tokens"], printed["hit_tokens"]) == (13 * 512, 5 * 512)
+
+
+def test_all_policies_at_several_capacities_are_a_list(run: Run, trace: Path) -> None:
+    code, out, _ = run(str(trace), "--capacity-blocks", "5", "--capacity-fraction", "0.5", "--json")
+    assert code == 0
+    rows: list[dict[str, Any]] = json.loads(out)
+    assert {row["capacity_blocks"] for row in rows} == {4, 5}
+    assert {"lru", "fifo", "lfu", "s3fifo", "arc", "belady"} <= {row["policy"] for row in rows}
+
+
+def test_a_share_of_the_blocks_is_rounded_down_exactly(run: Run, tmp_path: Path) -> None:
+    """0.29 · 100 is 28.999… in binary fractions."""
+    path = tmp_path / "hundred.jsonl"
+    write_trace(path, [TraceRequest(0.0, 51_200, 1, tuple(range(100)))])
+    code, out, _ = run(str(path), "--capacity-fraction", "0.29", "--policy", "lru", "--json")
+    assert code == 0
+    assert json.loads(out)["capacity_blocks"] == 29
+
+
+def test_a_capacity_in_bytes_is_as_many_blocks_as_fit(run: Run, trace: Path) -> None:
+    code, out, _ = run(str(trace), "--capacity-bytes", "11MiB", "--block-bytes", "2MiB", "--policy", "lru", "--json")
+    assert code == 0
+    assert json.loads(out)["capacity_blocks"] == 5
+
+
+def test_without_json_it_prints_a_table(run: Run, trace: Path) -> None:
+    code, out, _ = run(str(trace), "--capacity-fraction", "1", "--policy", "lru,belady")
+    assert code == 0
+    assert [line.split()[:4] for line in out.splitlines()[1:]] == [
+        ["lru", "8", "100.0%", "38.5%"],
+        ["belady", "8", "100.0%", "38.5%"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--policy", "mru"], "'mru' is not"),
+        (["--policy", ","], "is not 'all'"),
+        (["--capacity-fraction", "1.5"], "not a share between 0 and 1"),
+        (["--capacity-fraction", "a"], "not a share between 0 and 1"),
+        (["--capacity-fraction", "1/0"], "not a share between 0 and 1"),
+        (["--capacity-blocks", "-1"], "at least 0"),
+        (["--capacity-bytes", "1GiB"], "bytes of a block"),
+        (["--capacity-bytes", "1GiB", "--block-bytes", "0"], "bytes of a block"),
+        (["--capacity-bytes", "1G", "--block-bytes", "1MiB"], "no size"),
+        (["--block-tokens", "100"], "do not fit blocks of 100 tokens"),
+        (["--plot", "plot.svg"], "should end in .png"),
+        (["--plot", "/nowhere/at/all/plot.png"], "there is no folder"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(run: Run, trace: Path, arguments: list[str], complaint: str) -> None:
+    code, out, err = run(str(trace), *arguments)
+    assert (code, out) == (2, "")
+    assert complaint in " ".join(err.replace("│", " ").split())
+
+
+def test_a_trace_that_is_not_there_is_refused(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(str(tmp_path / "none.jsonl"))
+    assert (code, out) == (2, "")
+    assert "none.jsonl" in err
+
+
+@pytest.mark.leaks  # matplotlib keeps its fonts open
+def test_a_plot_is_a_png_file(run: Run, trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    code, _, _ = run(str(trace), "--policy", "lru,belady", "--plot", str(path))
+    assert code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_plot_is_refused_before_any_work(
+    run: Run, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
+    )
+    code, out, err = run(str(trace), "--plot", str(tmp_path / "plot.png"))
+    assert (code, out) == (2, "")
+    assert "pip install 'tiered-kvstore[plot]'" in err
