@@ -25,6 +25,7 @@ from kvstore.store.session_sync import SessionSync
 from kvstore.wire import ErrorCode
 
 _PIN_DEADLINE_S = 5.0
+_DELETE_DEADLINE_S = 2.0
 _EXPIRED_AT_ONCE = 64
 _EXPIRY_CHECK_EVERY_S = 60.0
 _MAX_LISTED = 1000
@@ -168,10 +169,25 @@ class SessionRequests:
         self._reader.read(session, self._clock(), _PIN_DEADLINE_S, got)
 
     def delete(self, request: wire.SessionDelete, reply: Reply) -> None:
-        """Answered once no restart of this daemon can bring the session back."""
-        session = self._table.find(request.id, request.tenant, request.namespace)
-        num_blocks = len(session.blocks)
-        self._delete(session, lambda deleted: reply(wire.SessionDeleted(deleted, num_blocks - deleted)))
+        """Delete the session as it is now, wherever its last turn was made. Answered once no restart of this daemon can
+        bring it back."""
+        key = (request.tenant, request.namespace, request.id)
+        if not request.namespace or TierKind.S3 not in self._links:
+            key = self._table.find(request.id, request.tenant, request.namespace).key
+
+        def got(found: SessionRecord | Outcome) -> None:
+            session = self._table.get(key)
+            if session is None:
+                reply(_not_got(request.id, found))
+                return
+            num_blocks = len(session.blocks)
+            self._delete(session, lambda deleted: reply(wire.SessionDeleted(deleted, num_blocks - deleted)))
+
+        if TierKind.S3 in self._links:
+            # What is known here may be older than what the bucket has, and a deletion names what it covers.
+            self._reader.get(key, self._clock(), _DELETE_DEADLINE_S, got)
+        else:
+            got(Outcome.OK)
 
     # ------------------------------------------------------------ private
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from kvstore import wire
 from kvstore.core.outcome import TierKind
 from tests.store.test_janitor import KEYS, in_bucket, together
 from tests.support.rig import JANITOR, Rig, memory
@@ -91,3 +92,36 @@ def let_the_disk_come(rig: Rig, after_s: float, meanwhile: Callable[[Rig], objec
     meanwhile(rig)
     answers.extend(ready)
     rig.settle(seconds=5.0)
+
+
+def test_a_deletion_covers_the_turns_that_other_daemons_had_made_by_then(make_rig: MakeRig, bucket: Bucket) -> None:
+    """The tombstone named the newest turn known to the daemon that was asked; one in the bucket that it had not seen
+    counted as made since, and the session came back."""
+    first = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    second = make_rig("b", ssd=memory(TierKind.SSD), **bucket.options())
+    third = make_rig("c", ssd=memory(TierKind.SSD), **bucket.options())
+    turn(first, first.attach(NAMESPACE), 4)
+    together([first, second], 3)
+    view(second)
+    engine = second.attach(NAMESPACE)
+    second.fetch(engine, KEYS[:4])
+    turn(second, engine, 8, 1)
+    together([first, second], 3)
+    assert bucket.revision() == 2 and in_bucket(bucket) == 8
+    assert delete(first) == []
+    together([first, second, third], JANITOR.tombstone_poll_s + 10)
+    assert not ids(first) and not ids(second) and bucket.revision() is None and in_bucket(bucket) == 0
+
+
+def test_a_session_that_only_the_bucket_knows_can_be_deleted_at_any_daemon(make_rig: MakeRig, bucket: Bucket) -> None:
+    first = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    second = make_rig("b", ssd=memory(TierKind.SSD), **bucket.options())
+    turn(first, first.attach(NAMESPACE), 4)
+    together([first, second], 3)
+    answers = delete(second)
+    together([first, second], JANITOR.tombstone_poll_s + 10)
+    assert answers == [wire.SessionDeleted(blocks_deleted=4, blocks_shared=0)]
+    assert not ids(first) and bucket.revision() is None and in_bucket(bucket) == 0
+    answers = delete(second)
+    second.settle()
+    assert isinstance(answers[0], wire.Error) and answers[0].code == wire.ErrorCode.NOT_FOUND
