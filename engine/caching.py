@@ -15,7 +15,8 @@ from engine.request import Request, RequestState, Served
 from kvstore.core.key import Namespace, chain_keys
 from kvstore.core.outcome import Outcome, TierKind
 from policies.cost import CostModel
-from policies.plan import Question, choose, patience
+from policies.interval import Question
+from policies.plan import choose, patience
 
 _MAX_STORE_BLOCKS = 64
 # Who pins the plan to fetching wants the bytes, not the fastest answer; a silent daemon still ends it.

@@ -21,6 +21,9 @@ import numpy.typing as npt
 
 from kvstore.core.outcome import TierKind
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
 # A relative residual beyond this counts less and less: other load on the machine must not move the fit.
 _HUBER_DELTA = 0.15
 _HUBER_ROUNDS = 3
@@ -84,6 +87,26 @@ class PrefillCost:
         pairs = attention_work(new_tokens, cached_tokens)
         return self.per_step_s * chunks + self.per_token_s * new_tokens + self.per_pair_s * pairs
 
+    def predict_each(self, new_tokens: Ints, cached_tokens: Ints) -> Floats:
+        """As `predict`, for each pair of [n] new and [n] cached tokens."""
+        new, cached = np.maximum(new_tokens, 0).astype(np.float64), cached_tokens.astype(np.float64)
+        steps = np.ceil(new / self.chunk_tokens)
+        seconds: Floats = self.per_step_s * steps + self.per_token_s * new + self.per_pair_s * new * (cached + new / 2)
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCost:
+    """What bringing blocks of one tier into HBM costs, while others' bytes take `queue_s` before ours begin."""
+
+    latency_s: float
+    per_byte_s: float
+    queue_s: float = 0.0
+
+    def predict(self, num_bytes: int) -> float:
+        """Seconds until the last byte is there; nothing takes no time."""
+        return self.queue_s + self.latency_s + self.per_byte_s * num_bytes if num_bytes else 0.0
+
 
 class CostModel:
     """The two costs a plan weighs. `known` tells whether enough was measured to rely on them."""
@@ -95,7 +118,7 @@ class CostModel:
         self._decodes: deque[tuple[StepWork, float]] = deque(maxlen=_STEP_WINDOW // 2)
         self._step_fit: tuple[float, ...] | None = None
         self._loads: dict[TierKind, deque[tuple[float, int, float]]] = {}
-        self._load_fits: dict[TierKind, tuple[int, tuple[float, ...]]] = {}
+        self._load_fits: dict[TierKind, tuple[int, tuple[float, float]]] = {}
 
     # ------------------------------------------------------------ learning
 
@@ -131,7 +154,10 @@ class CostModel:
 
     def load(self, num_bytes: Mapping[TierKind, int]) -> float:
         """Seconds to load so many bytes from each tier; the tiers work side by side, so the slowest one decides."""
-        return max((self._load_one(tier, count) for tier, count in num_bytes.items() if count), default=0.0)
+        return max((self.load_cost(tier).predict(count) for tier, count in num_bytes.items()), default=0.0)
+
+    def load_cost(self, tier: TierKind) -> LoadCost:
+        return LoadCost(*self.load_coefficients(tier))
 
     def step_coefficients(self) -> tuple[float, ...]:
         """Return c0, a, b, e."""
@@ -141,19 +167,16 @@ class CostModel:
             self._step_fit = fit(rows, [seconds for _, seconds in observed], _STEP_PRIOR)
         return self._step_fit
 
-    def load_coefficients(self, tier: TierKind) -> tuple[float, ...]:
+    def load_coefficients(self, tier: TierKind) -> tuple[float, float]:
         """Return latency in seconds, and seconds per byte."""
         fresh = self._fresh_loads(tier)
         cached = self._load_fits.get(tier)
         if cached is None or cached[0] != len(fresh):
             rows = [(1.0, float(count)) for _, count, _ in fresh]
-            cached = len(fresh), fit(rows, [seconds for _, _, seconds in fresh], _LOAD_PRIOR[tier])
+            latency_s, per_byte_s = fit(rows, [seconds for _, _, seconds in fresh], _LOAD_PRIOR[tier])
+            cached = len(fresh), (latency_s, per_byte_s)
             self._load_fits[tier] = cached
         return cached[1]
-
-    def _load_one(self, tier: TierKind, num_bytes: int) -> float:
-        latency_s, per_byte_s = self.load_coefficients(tier)
-        return latency_s + per_byte_s * num_bytes
 
     def _fresh_loads(self, tier: TierKind) -> Sequence[tuple[float, int, float]]:
         window = self._loads.get(tier)

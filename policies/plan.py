@@ -1,6 +1,7 @@
-"""Which of the cached blocks to fetch and which tokens to compute: the plan with the least time to first token.
+"""What the engine does with the blocks that are cached for a prompt, and how long it waits for them.
 
-Covers prefix cuts: blocks [resident, cut) are fetched, then everything from the cut on is computed.
+Covers prefix cuts, the plans that the engine can carry out: blocks [resident, cut) are fetched, then everything from
+the cut on is computed. `interval.py` compares them with all other plans.
 
     0          resident            cut               cached            prompt
     | in HBM   | fetched           | computed though cached | computed  |
@@ -8,11 +9,12 @@ Covers prefix cuts: blocks [resident, cut) are fetched, then everything from the
 Pure: equal costs and equal questions give equal plans.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.core.outcome import TierKind
+from policies.cost import LoadCost, PrefillCost
+from policies.interval import Question, compare
 
 # Promised is 1.2 times the time of recomputing everything; the rest is room for what the model gets wrong.
 _MAX_SLOWDOWN = 1.15
@@ -29,20 +31,9 @@ class Costs(Protocol):
 
     def load_known(self, tier: TierKind) -> bool: ...
 
-    def prefill(self, new_tokens: int, cached_tokens: int) -> float: ...
+    def prefill_cost(self) -> PrefillCost: ...
 
-    def load(self, num_bytes: Mapping[TierKind, int]) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One prompt: its first `resident_blocks` are in HBM, block resident_blocks + i is in `tiers[i]`."""
-
-    prompt_tokens: int
-    block_tokens: int
-    block_bytes: int
-    resident_blocks: int
-    tiers: Sequence[TierKind]
+    def load_cost(self, tier: TierKind) -> LoadCost: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +52,11 @@ def choose(question: Question, costs: Costs) -> Plan:
     Until both times were measured, everything cached is fetched: that is what makes the first measurements, and
     the patience of a fetch bounds what a wrong guess can cost.
     """
-    times_s = _times_of_cuts(question, costs)
-    everything = len(question.tiers)
-    measured = costs.prefill_known and all(costs.load_known(tier) for tier in set(question.tiers))
-    # Of equal times the longer fetch: it leaves the engine to others.
-    cut = min(range(everything + 1), key=lambda cut: (times_s[cut], -cut)) if measured else everything
-    return Plan(cut, times_s[cut], times_s[0], measured)
+    tiers = set(question.tiers)
+    measured = costs.prefill_known and all(costs.load_known(tier) for tier in tiers)
+    plans = compare(question, costs.prefill_cost(), {tier: costs.load_cost(tier) for tier in tiers})
+    chosen = plans.prefix_cut if measured else plans.load_all
+    return Plan(chosen.start, chosen.seconds, plans.recompute_all.seconds, measured)
 
 
 def patience(question: Question, fetch_blocks: int, costs: Costs) -> list[float]:
@@ -74,23 +64,12 @@ def patience(question: Question, fetch_blocks: int, costs: Costs) -> list[float]
     brought j leading blocks so far: just early enough to compute the rest and still keep the promise."""
     if not costs.prefill_known:
         return [UNKNOWN_PATIENCE_S] * fetch_blocks
-    limit_s = _MAX_SLOWDOWN * _prefill_from(question, costs, question.resident_blocks)
-    return [
-        max(_MIN_PATIENCE_S, limit_s - _prefill_from(question, costs, question.resident_blocks + landed))
-        for landed in range(fetch_blocks)
-    ]
+    prefill = costs.prefill_cost()
+    rest_s = [_prefill_from(question, prefill, question.resident_blocks + landed) for landed in range(fetch_blocks)]
+    limit_s = _MAX_SLOWDOWN * _prefill_from(question, prefill, question.resident_blocks)
+    return [max(_MIN_PATIENCE_S, limit_s - seconds) for seconds in rest_s]
 
 
-def _times_of_cuts(question: Question, costs: Costs) -> list[float]:
-    """Return the predicted time to first token of fetching the first 0, 1, … all blocks."""
-    num_bytes: dict[TierKind, int] = {}
-    times_s = [_prefill_from(question, costs, question.resident_blocks)]
-    for cut, tier in enumerate(question.tiers, start=1):
-        num_bytes[tier] = num_bytes.get(tier, 0) + question.block_bytes
-        times_s.append(costs.load(num_bytes) + _prefill_from(question, costs, question.resident_blocks + cut))
-    return times_s
-
-
-def _prefill_from(question: Question, costs: Costs, blocks: int) -> float:
+def _prefill_from(question: Question, prefill: PrefillCost, blocks: int) -> float:
     cached_tokens = blocks * question.block_tokens
-    return costs.prefill(question.prompt_tokens - cached_tokens, cached_tokens)
+    return prefill.predict(question.prompt_tokens - cached_tokens, cached_tokens)

@@ -2,12 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.outcome import TierKind
-from policies.cost import CostModel, StepWork, fit
+from policies.cost import CostModel, LoadCost, PrefillCost, StepWork, fit
 
 
 class Clock:
@@ -113,3 +114,17 @@ def test_whatever_is_observed_no_cost_is_negative(steps: list[tuple[int, int, in
 def test_a_coefficient_that_nothing_showed_has_the_proportion_of_the_prior() -> None:
     assert fit([(1.0, 0.0)] * 5, [2.0] * 5, (1.0, 3.0)) == pytest.approx((2.0, 6.0), rel=0.01)
     assert fit([], [], (1.0, 3.0)) == (1.0, 3.0)
+
+
+def test_many_predictions_at_once_equal_one_by_one() -> None:
+    cost = PrefillCost(256, C0, A, B)
+    new, cached = np.array([0, 1, 256, 257, 5000, -3]), np.array([9, 0, 16, 4096, 1, 2])
+    one_by_one = [cost.predict(int(n), int(p)) for n, p in zip(new, cached, strict=True)]
+    assert cost.predict_each(new, cached).tolist() == pytest.approx(one_by_one)
+    assert cost.predict(512, 100) == pytest.approx(2 * C0 + 512 * A + (512 * 100 + 512 * 512 / 2) * B)
+
+
+def test_a_load_waits_for_the_queue_in_front_of_it_and_nothing_waits_for_nothing() -> None:
+    load = LoadCost(latency_s=0.5, per_byte_s=0.25, queue_s=2.0)
+    assert load.predict(4) == 3.5
+    assert load.predict(0) == 0.0

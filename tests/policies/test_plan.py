@@ -1,6 +1,5 @@
-"""The planner picks the best prefix cut, fetches while it does not know better, and bounds a fetch's patience."""
+"""The engine's plan is the best prefix cut, fetches while it does not know better, and bounds a fetch's patience."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.outcome import TierKind
-from policies.plan import UNKNOWN_PATIENCE_S, Question, choose, patience
+from policies.cost import LoadCost, PrefillCost
+from policies.interval import Question
+from policies.plan import UNKNOWN_PATIENCE_S, choose, patience
 
 
 @dataclass
@@ -22,11 +23,11 @@ class FixedCosts:
     def load_known(self, tier: TierKind) -> bool:
         return tier not in self.unknown
 
-    def prefill(self, new_tokens: int, cached_tokens: int) -> float:
-        return 1e-3 * max(0, new_tokens)
+    def prefill_cost(self) -> PrefillCost:
+        return PrefillCost(256, 0.0, 1e-3, 0.0)
 
-    def load(self, num_bytes: Mapping[TierKind, int]) -> float:
-        return max((self.tiers[t][0] + n * self.tiers[t][1] for t, n in num_bytes.items()), default=0.0)
+    def load_cost(self, tier: TierKind) -> LoadCost:
+        return LoadCost(*self.tiers.get(tier, (0.0, 0.0)))
 
 
 def ask(*tiers: TierKind, resident: int = 0, tail: int = 10) -> Question:
@@ -74,9 +75,8 @@ def test_no_other_cut_is_faster(tiers: list[TierKind], resident: int) -> None:
     question = ask(*tiers, resident=resident)
     plan = choose(question, costs)
     for cut in range(len(tiers) + 1):
-        loads = {tier: 1000 * tiers[:cut].count(tier) for tier in set(tiers[:cut])}
-        cached = (resident + cut) * 16
-        assert plan.predicted_s <= costs.load(loads) + costs.prefill(question.prompt_tokens - cached, cached) + 1e-12
+        load_s = max((costs.load_cost(tier).predict(1000 * tiers[:cut].count(tier)) for tier in tiers[:cut]), default=0)
+        assert plan.predicted_s <= load_s + 1e-3 * (question.prompt_tokens - (resident + cut) * 16) + 1e-12
 
 
 def test_giving_up_at_any_moment_keeps_the_promise() -> None:
@@ -86,8 +86,8 @@ def test_giving_up_at_any_moment_keeps_the_promise() -> None:
     assert len(waits) == 60
     assert waits == sorted(waits), "what has landed buys time"
     for landed, wait_s in enumerate(waits):
-        rest_s = costs.prefill(question.prompt_tokens - landed * 16, landed * 16)
-        assert wait_s + rest_s <= 1.2 * costs.prefill(question.prompt_tokens, 0)
+        rest_s = 1e-3 * (question.prompt_tokens - landed * 16)
+        assert wait_s + rest_s <= 1.2 * 1e-3 * question.prompt_tokens
 
 
 def test_patience_is_fixed_while_prefill_is_unknown() -> None:
