@@ -10,6 +10,7 @@ All of it may be cut off anywhere and done again by anybody: the tombstone names
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 import msgspec
 
@@ -22,6 +23,9 @@ from kvstore.store.tombstone import TOMBSTONE_PREFIX, Tombstone, tombstone_name
 from tiers.base import RecordStore
 from tiers.inventory import Inventory, ListedRecord
 from tiers.objects import DELETE_AT_ONCE
+
+# Seconds of requests; `second_look.py` relies on records being known that are older than some of these.
+_REFRESH_AFTER: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,9 @@ class Graves:
                 self._records.delete(session.name)
                 self._index.forget(session.name)
                 self._deleted.add("deleted_sessions")
-        for name, grave in list(self._graves.items()):
+        for number, (name, grave) in enumerate(list(self._graves.items()), 1):
+            if number % _REFRESH_AFTER == 0 and grave.is_open:
+                self._index.refresh()  # records have come meanwhile
             if grave.is_open and self._index.is_complete:
                 self._bury(name)
             elif not grave.is_open and grave.written_s + grave.stone.keep_s <= now_s:

@@ -41,7 +41,9 @@ class Demoter:
         loader: Loader,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
+        on_existing: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`on_existing` is told of each block that the tier turned out to have."""
         self._tier = tier
         self._catalog = catalog
         self._ram = ram
@@ -50,6 +52,7 @@ class Demoter:
         self._loader = loader
         self._on_fault = on_fault
         self._clock = clock
+        self._on_existing = on_existing
         self._queue: OrderedDict[int, None] = OrderedDict()
         self._failed: dict[int, None] = {}
         self._under_way: set[int] = set()
@@ -158,6 +161,8 @@ class Demoter:
         if outcome in (Outcome.OK, Outcome.EXISTS):
             self._is_refused = False
             self._give_up(block)
+            if outcome == Outcome.EXISTS:
+                self._on_existing(block)
             for stored in [block] if self._order is None else self._order.ended(block):
                 self._enter(stored)
         else:

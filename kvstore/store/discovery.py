@@ -14,6 +14,7 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.key import KEY_BYTES, BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
+from kvstore.store.borrowed import Borrowed
 from kvstore.store.catalog import Catalog
 from kvstore.store.link import WorkerLink
 from kvstore.store.prefix_search import MAX_ASKED
@@ -49,10 +50,12 @@ class Discovery:
         self,
         catalog: Catalog,
         link: WorkerLink,
+        borrowed: Borrowed,
         clock: Callable[[], float],
     ) -> None:
         self._catalog = catalog
         self._link = link
+        self._borrowed = borrowed
         self._clock = clock
         self._waiting: OrderedDict[BlockKey, _Question] = OrderedDict()
         self._out: set[BlockKey] = set()
@@ -148,6 +151,7 @@ class Discovery:
                 self.counts.add("inconsistent")
                 return False
             self._catalog.set_resident(block, TierKind.S3)
+            self._borrowed.add(block)
         return True
 
 

@@ -11,6 +11,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import tombstone
+from kvstore.store.borrowed import Borrowed
 from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog, NamespaceInfo
 from kvstore.store.demoter import Demoter
@@ -42,6 +43,7 @@ class SessionRequests:
         links: dict[TierKind, WorkerLink],
         demoters: dict[TierKind, Demoter],
         room: Room,
+        borrowed: Borrowed,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
@@ -59,7 +61,7 @@ class SessionRequests:
             catalog, table, links, self._removals, self._burials, to_bucket, on_fault, self._forget
         )
         self._sync = SessionSync(
-            catalog, table, links, self._reader, self._removals, self._burials, to_bucket, on_fault, clock
+            catalog, table, links, self._reader, self._removals, self._burials, borrowed, to_bucket, on_fault, clock
         )
         # Blocks that are to be deleted everywhere but are in use; each is pinned once by us.
         self._doomed: set[int] = set()
@@ -252,6 +254,7 @@ class SessionRequests:
         done: Callable[[int], None] = lambda _: None,
     ) -> None:
         alone = self._table.remove(session)
+        self._sync.ended(session)
         for block in alone:
             for demoter in self._demoters.values():
                 demoter.forget(block)

@@ -13,12 +13,14 @@ import numpy as np
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
 from kvstore.store import record as records
+from kvstore.store.borrowed import Borrowed
 from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog
 from kvstore.store.columns import tier_bit
 from kvstore.store.demoter import Demoter
 from kvstore.store.link import WorkerLink
 from kvstore.store.record import SessionKey, SessionRecord
+from kvstore.store.second_look import SecondLook
 from kvstore.store.session import Session, SessionTable
 from kvstore.store.session_read import SessionReader
 from kvstore.store.session_removal import SessionRemovals
@@ -43,6 +45,7 @@ class SessionSync:
         reader: SessionReader,
         removals: SessionRemovals,
         burials: Burials,
+        borrowed: Borrowed,
         demoter: Demoter | None,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
@@ -60,12 +63,17 @@ class SessionSync:
         self._next_pump = 0.0
         self._not_before = dict.fromkeys(links, 0.0)
         self._settle_s = _SETTLE_S
+        self._second_look: SecondLook | None = None
+        if demoter is not None:
+            self._second_look = SecondLook(catalog, table, links[TierKind.S3], borrowed, demoter, on_fault, clock)
 
     def pump(self, now: float) -> None:
         """Put what is newer here than on SSD or in the bucket; some sessions each time, in turn."""
         if now < self._next_pump:
             return
         self._next_pump = now + _PUMP_EVERY_S
+        if self._second_look is not None:
+            self._second_look.pump(now)
         dirty = self._table.dirty
         for _ in range(min(_SESSIONS_PER_PUMP, len(dirty))):
             key, _ = dirty.popitem(last=False)
@@ -82,6 +90,11 @@ class SessionSync:
     def drain(self) -> None:
         """No further blocks will arrive: what is missing is not waited for any more."""
         self._settle_s = 0.0
+
+    def ended(self, session: Session) -> None:
+        """The session has ended, and been taken out of the table."""
+        if self._second_look is not None:
+            self._second_look.ended(session.blocks, self._table.dirty)
 
     def set_pinned(self, record: SessionRecord, pinned: bool) -> None:
         """Pin or unpin the session. No new turn, so the revision stays, but what is stored is out of date."""
@@ -187,6 +200,8 @@ class SessionSync:
         current.checked_at = self._clock()
         if record.revision == current.revision:
             current.bucket_revision = record.revision
+        if self._second_look is not None:
+            self._second_look.recorded(session)
         if current is not session and record.revision >= current.revision:
             return  # pinned or unpinned meanwhile
         current.s3_revision = record.revision

@@ -17,6 +17,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import ops
+from kvstore.store.borrowed import Borrowed
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
 from kvstore.store.census import SessionCensus
@@ -85,11 +86,15 @@ class Store:
         self._leases = LeaseTable(catalog)
         self._fetches = Fetches(catalog, ram, self._loader, self._leases)
         self._known = BucketKnown(catalog, clock)
+        self._borrowed = Borrowed()
         self._discovery: Discovery | None = None
         if TierKind.S3 in links and config.s3.discover:
-            self._discovery = Discovery(catalog, links[TierKind.S3], clock)
+            self._discovery = Discovery(catalog, links[TierKind.S3], self._borrowed, clock)
         for tier, link in links.items():
-            self._demoters[tier] = Demoter(tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock)
+            existing = self._borrowed.add if tier == TierKind.S3 else _nothing
+            self._demoters[tier] = Demoter(
+                tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, existing
+            )
         self._session_table = SessionTable(
             catalog,
             ttl_s=config.sessions.ttl_s,
@@ -99,7 +104,7 @@ class Store:
         )
         self._census = SessionCensus(self._session_table)
         self.sessions = SessionRequests(
-            self._session_table, catalog, links, self._demoters, self._room, self._errors.add, clock
+            self._session_table, catalog, links, self._demoters, self._room, self._borrowed, self._errors.add, clock
         )
         if TierKind.S3 in links:
             links[TierKind.S3].on_tombstones = self.sessions.buried
@@ -426,6 +431,11 @@ class Store:
     def _on_removed(self, block: int) -> None:
         for demoter in self._demoters.values():
             demoter.forget(block)
+        self._borrowed.removed(block)
+
+
+def _nothing(_: int) -> None:
+    pass
 
 
 def _checked_keys(keys: bytes) -> bytes:
