@@ -58,14 +58,14 @@ class Graves:
         self._pace = pace
         self._go_on = go_on
         self._graves: dict[str, _Grave] = {}
-        self._told: set[str] = set()
+        self._told: dict[str, int] = {}
 
     @property
     def has_open(self) -> bool:
         return any(grave.is_open for grave in self._graves.values())
 
     def poll(self) -> list[bytes]:
-        """Return the tombstones that have come since the last time, ours too. Raises TierUnavailable."""
+        """Return the tombstones that have come or cover more since the last time, ours too. Raises TierUnavailable."""
         found: dict[str, ListedRecord] = {}
         following: str | None = None
         while True:
@@ -77,7 +77,7 @@ class Graves:
                 break
         for gone in self._graves.keys() - found.keys():
             del self._graves[gone]
-        self._told &= found.keys()
+        self._told = {name: revision for name, revision in self._told.items() if name in found}
         new = []
         for name, listed in found.items():
             known = self._graves.get(name)
@@ -86,17 +86,17 @@ class Graves:
                 self._read(name)
             if name in self._graves:
                 self._graves[name] = replace(self._graves[name], written_s=listed.modified_s)
-            if name in self._graves and name not in self._told:
-                self._told.add(name)
-                new.append(tombstone.encode(self._graves[name].stone))
+            stone = self._graves[name].stone if name in self._graves else None
+            if stone is not None and stone.revision > self._told.get(name, -1):
+                self._told[name] = stone.revision
+                new.append(tombstone.encode(stone))
         return new
 
     def put(self, stone: Tombstone) -> None:
         """Write a tombstone of our own."""
         self._go_on()
-        etag = self._records.put(stone.name, tombstone.encode(stone))
-        assert etag is not None, "an unconditional put was refused"
-        self._graves[stone.name] = _Grave(etag, _without_keys(stone), True)
+        whole, etag = tombstone.put(self._records, stone)
+        self._graves[stone.name] = _Grave(etag, _without_keys(whole), True)
 
     def bury(self, now_s: float) -> None:
         """Do what the tombstones say, and take away those whose time is over. Raises TierUnavailable."""

@@ -103,11 +103,14 @@ class SessionReader:
                 self._demoter.may_exist.update(session.blocks.tolist())
         return session
 
-    def get(self, key: SessionKey, now: float, deadline_s: float, got: Got) -> None:
-        """Find the session's newest record here or in the bucket; `got` is told by the deadline."""
+    def get(self, key: SessionKey, now: float, deadline_s: float, got: Got, *, may_be_old: bool = True) -> None:
+        """Find the session's newest record here or in the bucket; `got` is told by the deadline.
+
+        `may_be_old`: what the bucket said a moment ago is as good as what it says now.
+        """
         session = self._table.get(key)
         is_ahead = session is not None and session.s3_revision < session.revision
-        is_fresh = session is not None and now - session.checked_at < _CHECK_EVERY_S
+        is_fresh = may_be_old and session is not None and now - session.checked_at < _CHECK_EVERY_S
         asked = _Asked(key, got, now + deadline_s)
         self._asked.append(asked)
         if TierKind.S3 not in self._links or is_ahead or is_fresh or self._removals.pending(TierKind.S3, key):

@@ -187,7 +187,7 @@ class SessionRequests:
 
         if TierKind.S3 in self._links:
             # What is known here may be older than what the bucket has, and a deletion names what it covers.
-            self._reader.get(key, self._clock(), _DELETE_DEADLINE_S, got)
+            self._reader.get(key, self._clock(), _DELETE_DEADLINE_S, got, may_be_old=False)
         else:
             got(Outcome.OK)
 

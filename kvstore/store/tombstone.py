@@ -5,6 +5,8 @@
 Every daemon reads them (`janitor.py`) and drops what they cover. One covers the session that it names, begun at that
 time, up to that revision: a later revision, or a session that was begun under the same name afterwards, is another one.
 They are kept as long as a daemon that was away might come back with the session: its `ttl`, within KEEP_S.
+
+Where a session is deleted at two daemons that knew different turns of it, one tombstone covers what both did.
 """
 
 import hashlib
@@ -14,11 +16,14 @@ from typing import Final
 
 import msgspec
 
-from kvstore.core.key import KEY_BYTES
+from kvstore.core.errors import TierUnavailable, WrongKey
+from kvstore.core.key import KEY_BYTES, split_keys
 from kvstore.store.record import SessionKey, record_name, seal, unseal
+from tiers.base import RecordStore
 
 TOMBSTONE_PREFIX: Final = "tombstones/"
 KEEP_S: Final = (86_400.0, 30 * 86_400.0)
+_TRIES = 5
 _MAGIC = b"KVTOMB1\n"
 
 
@@ -70,6 +75,25 @@ def tombstone_name(key: SessionKey, created_s: float) -> str:
     return TOMBSTONE_PREFIX + named.hexdigest()
 
 
+def put(store: RecordStore, stone: Tombstone) -> tuple[Tombstone, str]:
+    """Write a tombstone, together with what there is under its name; return what is there now, and its tag.
+
+    Raises TierUnavailable, also where others write it all the time.
+    """
+    for _ in range(_TRIES):
+        try:
+            found = store.get(stone.name)
+        except WrongKey:
+            found = None
+        present = None if found is None else decode(found.data)
+        # What is no tombstone, or cannot be read, is replaced.
+        whole = stone if present is None else _together(stone, present)
+        etag = store.put(stone.name, encode(whole), if_match=None if present is None or found is None else found.etag)
+        if etag is not None:
+            return whole, etag
+    raise TierUnavailable("a tombstone is being written by many at once")
+
+
 def encode(tombstone: Tombstone) -> bytes:
     return seal(_MAGIC, msgspec.msgpack.encode(tombstone))
 
@@ -89,6 +113,17 @@ def decode(data: bytes) -> Tombstone | None:
         and all(map(math.isfinite, (tombstone.created_s, tombstone.deleted_s, tombstone.keep_s)))
     )
     return tombstone if is_sound else None
+
+
+def _together(stone: Tombstone, present: Tombstone) -> Tombstone:
+    known = set(split_keys(stone.keys))
+    others = [key for key in split_keys(present.keys) if key not in known]
+    return msgspec.structs.replace(
+        stone,
+        revision=max(stone.revision, present.revision),
+        keys=b"".join([stone.keys, *others]),
+        keep_s=max(stone.keep_s, present.keep_s),
+    )
 
 
 _decoder = msgspec.msgpack.Decoder(Tombstone)

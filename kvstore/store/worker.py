@@ -31,7 +31,7 @@ from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable, Wron
 from kvstore.core.key import BlockKey, split_keys
 from kvstore.core.outcome import Outcome
 from kvstore.process import WORKER_NICE, end_with_parent, stand_back
-from kvstore.store import ops
+from kvstore.store import ops, tombstone
 from kvstore.store.batches import Change, Changes
 from kvstore.store.encryption import load_keys
 from kvstore.store.janitor import Janitor, JanitorSettings
@@ -341,9 +341,13 @@ class Worker:
 
     def _record(self, op: Change) -> ops.Result:
         if isinstance(op, ops.RecordPut):
+            stone = tombstone.decode(op.data) if op.name.startswith(TOMBSTONE_PREFIX) else None
+            if stone is not None:
+                _, put_etag = tombstone.put(self._records, stone)
+                if self.janitor is not None:
+                    self.janitor.wake()
+                return ops.Result(op.op, Outcome.OK, etag=put_etag)
             etag = self._records.put(op.name, op.data, if_match=op.if_match, if_absent=op.if_absent)
-            if etag is not None and self.janitor is not None and op.name.startswith(TOMBSTONE_PREFIX):
-                self.janitor.wake()
             return ops.Result(op.op, Outcome.EXISTS) if etag is None else ops.Result(op.op, Outcome.OK, etag=etag)
         assert isinstance(op, ops.RecordDelete)
         return ops.Result(op.op, Outcome.OK if self._records.delete(op.name) else Outcome.MISS)

@@ -1,9 +1,13 @@
 """Sessions that were deleted at another daemon stay deleted, however they are numbered here and whatever comes late."""
 
 from collections.abc import Callable
+from functools import partial
 
 from kvstore import wire
 from kvstore.core.outcome import TierKind
+from kvstore.store import record as records
+from kvstore.store.tombstone import make_tombstone
+from kvstore.store.tombstone import put as put_stone
 from tests.store.test_janitor import KEYS, in_bucket, together
 from tests.support.rig import JANITOR, Rig, memory
 from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, ids, pin, turn, view
@@ -108,6 +112,9 @@ def test_a_deletion_covers_the_turns_that_other_daemons_had_made_by_then(make_ri
     turn(second, engine, 8, 1)
     together([first, second], 3)
     assert bucket.revision() == 2 and in_bucket(bucket) == 8
+    known = first.store._session_table.get(("", NAMESPACE.digest(), "chat"))
+    assert known is not None and known.revision == 1
+    known.checked_at = first.clock.now  # the bucket was asked just before that
     assert delete(first) == []
     together([first, second, third], JANITOR.tombstone_poll_s + 10)
     assert not ids(first) and not ids(second) and bucket.revision() is None and in_bucket(bucket) == 0
@@ -125,3 +132,47 @@ def test_a_session_that_only_the_bucket_knows_can_be_deleted_at_any_daemon(make_
     answers = delete(second)
     second.settle()
     assert isinstance(answers[0], wire.Error) and answers[0].code == wire.ErrorCode.NOT_FOUND
+
+
+def test_two_deletions_that_knew_different_turns_cover_both(make_rig: MakeRig, bucket: Bucket) -> None:
+    """The second one's tombstone replaced the first one's, which covered more, and each daemon was told once of each
+    name: whoever heard of the lesser alone brought the session back."""
+    first = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    second = make_rig("b", ssd=memory(TierKind.SSD), **bucket.options())
+    third = make_rig("c", ssd=memory(TierKind.SSD), **bucket.options())
+    engine = first.attach(NAMESPACE)
+    turn(first, engine, 4)
+    together([first, second, third], 3)
+    view(second)
+    turn(first, engine, 8, 1)
+    together([first, second, third], 3)
+    assert view(third).revision == 2
+    stone = partial(make_tombstone, ("", NAMESPACE.digest(), "chat"), created_s(bucket), ttl_s=86400.0, now_s=0.0)
+    put_stone(bucket.records, stone(2, b"".join(KEYS[:8])))
+    put_stone(bucket.records, stone(1, b"".join(KEYS[:4])))
+    together([first, second, third], JANITOR.tombstone_poll_s + 10)
+    assert not ids(first) and not ids(second) and not ids(third)
+    assert bucket.revision() is None and in_bucket(bucket) == 0
+
+
+def test_a_tombstone_that_covers_more_than_before_is_told_again(make_rig: MakeRig, bucket: Bucket) -> None:
+    first = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    second = make_rig("b", ssd=memory(TierKind.SSD), **bucket.options())
+    engine = first.attach(NAMESPACE)
+    turn(first, engine, 4)
+    turn(first, engine, 8, 1)
+    together([first, second], 3)
+    assert view(second).revision == 2
+    stone = partial(make_tombstone, ("", NAMESPACE.digest(), "chat"), created_s(bucket), ttl_s=86400.0, now_s=0.0)
+    put_stone(bucket.records, stone(1, b"".join(KEYS[:4])))
+    together([first, second], JANITOR.tombstone_poll_s + 10)
+    assert ids(first) == ids(second) == {"chat"}
+    put_stone(bucket.records, stone(9, b"".join(KEYS[:8])))
+    together([first, second], JANITOR.tombstone_poll_s + 10)
+    assert not ids(first) and not ids(second) and bucket.revision() is None and in_bucket(bucket) == 0
+
+
+def created_s(bucket: Bucket) -> float:
+    record = records.decode(bucket.records.records[NAME].data)
+    assert record is not None
+    return record.created_s
