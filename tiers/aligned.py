@@ -33,10 +33,7 @@ class AlignedBuffers:
     def borrow(self, num_bytes: int) -> Iterator[memoryview]:
         """Lend a writable buffer of `num_bytes` bytes of any content; no view of it may be used afterwards."""
         with self._lock:
-            chosen = min((buffer for buffer in self._idle if len(buffer) >= num_bytes), key=len, default=None)
-            if chosen is not None:
-                self._idle.remove(chosen)
-                self._idle_bytes -= len(chosen)
+            chosen = self._take(num_bytes)
         if chosen is None:
             chosen = _allocate(max(1, -(-num_bytes // _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES)
         try:
@@ -46,6 +43,16 @@ class AlignedBuffers:
                 if self._idle_bytes + len(chosen) <= _MAX_IDLE_BYTES:
                     self._idle.append(chosen)
                     self._idle_bytes += len(chosen)
+
+    def _take(self, num_bytes: int) -> memoryview | None:
+        """Return the smallest idle buffer that is large enough, of equal ones the one used last. Holds the lock."""
+        # By position, since equal buffers are not the same, and comparing their bytes would take milliseconds.
+        fitting = [index for index, buffer in enumerate(self._idle) if len(buffer) >= num_bytes]
+        if not fitting:
+            return None
+        buffer = self._idle.pop(min(reversed(fitting), key=lambda index: len(self._idle[index])))
+        self._idle_bytes -= len(buffer)
+        return buffer
 
 
 def address_of(view: memoryview) -> int:

@@ -60,11 +60,15 @@ class Codec:
     def seal(self, meta: BlockMeta, payload: memoryview, into: memoryview | None = None) -> tuple[bytes, memoryview]:
         """Return the header page of a record and what is to be stored behind it.
 
-        The second is `payload` itself where nothing is to be done to it, else a part of `into` (a writable place of
-        at least payload_bytes bytes) where one is given and used, else memory of its own.
+        The second is a part of `into` (a writable place of at least payload_bytes bytes) where one is given, unless it
+        was packed; else `payload` itself where nothing is to be done to it, else memory of its own.
         """
         number, plain = self._packed(meta, payload)
         if self.keys is None:
+            if into is not None and number == RAW:
+                # The copy is what is stored, and it is in the processor's cache.
+                copy_bytes(into[: len(plain)], plain)
+                plain = into[: len(plain)]
             return encode_header(Header(meta, len(plain), checksum(plain), number)), plain
         stored = memoryview(bytearray(len(plain))) if into is None else into[: len(plain)]
         header = Header(meta, len(plain), codec=number, sealing=self.keys.draw())

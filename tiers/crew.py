@@ -21,6 +21,9 @@ class Crew:
     def run(self, jobs: Sequence[Job]) -> None:
         """Carry out all jobs, in no particular order; blocks until none is running. Raises what one of them raised, and
         then some may not have begun."""
+        if len(jobs) == 1:
+            jobs[0]()
+            return
         waiting = deque(jobs)
         faults: list[BaseException] = []
 

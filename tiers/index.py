@@ -6,7 +6,6 @@ Covers: one LMDB environment, its transactions and its growth. Does not cover: t
 on the disk for a larger map (`tiers/ssd.py` decides).
 """
 
-import contextlib
 import errno
 import os
 import struct
@@ -84,17 +83,17 @@ class BlockIndex:
 
     def get(self, keys: Sequence[BlockKey]) -> list[IndexEntry | None]:
         """Return the entry of each key."""
-        with self._gate, _faults_as_unavailable(), self._environment.begin() as transaction:
+        with self._gate, _faults_as_unavailable, self._environment.begin() as transaction:
             values = [transaction.get(key) for key in keys]
         return [_decode(key, value) for key, value in zip(keys, values, strict=True)]
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        with self._gate, _faults_as_unavailable(), self._environment.begin(buffers=True) as transaction:
+        with self._gate, _faults_as_unavailable, self._environment.begin(buffers=True) as transaction:
             return [transaction.get(key) is not None for key in keys]
 
     def insert(self, entries: Sequence[IndexEntry]) -> list[bool]:
         """Add the entries; False where the key was there, which is left as it is. Raises IndexFull."""
-        with self._commit_lock, _faults_as_unavailable(), self._environment.begin(write=True) as transaction:
+        with self._commit_lock, _faults_as_unavailable, self._environment.begin(write=True) as transaction:
             return [
                 bool(transaction.put(entry.meta.key, _encode(entry), overwrite=False, dupdata=False))
                 for entry in entries
@@ -106,7 +105,7 @@ class BlockIndex:
         Raises IndexFull: a deletion, too, writes pages.
         """
         removed: list[IndexEntry | None] = []
-        with self._commit_lock, _faults_as_unavailable(), self._environment.begin(write=True) as transaction:
+        with self._commit_lock, _faults_as_unavailable, self._environment.begin(write=True) as transaction:
             for index, key in enumerate(keys):
                 entry = _decode(key, transaction.get(key))
                 if entry is not None and (places is None or places[index] == entry.place):
@@ -120,7 +119,7 @@ class BlockIndex:
         """Let each block that still lies where its entry says lie at `places[i]` from now on; False for the others.
         Raises IndexFull, and then nothing was changed."""
         moved = []
-        with self._commit_lock, _faults_as_unavailable(), self._environment.begin(write=True) as transaction:
+        with self._commit_lock, _faults_as_unavailable, self._environment.begin(write=True) as transaction:
             for entry, place in zip(entries, places, strict=True):
                 is_there = _decode(entry.meta.key, transaction.get(entry.meta.key)) == entry
                 moved.append(is_there)
@@ -133,7 +132,7 @@ class BlockIndex:
         # In short transactions: an open reader keeps every page that is freed meanwhile from being used again.
         after = b""
         while True:
-            with self._gate, _faults_as_unavailable(), self._environment.begin() as transaction:
+            with self._gate, _faults_as_unavailable, self._environment.begin() as transaction:
                 cursor = transaction.cursor()
                 found = cursor.set_range(after) if after else cursor.first()
                 batch = list(islice(cursor.iternext(), _SCAN_ENTRIES)) if found else []
@@ -162,7 +161,7 @@ class BlockIndex:
 
     def grow(self, map_bytes: int) -> None:
         """Let the file grow up to `map_bytes`. Raises IndexFull where the disk has no room for that."""
-        with self._commit_lock, _faults_as_unavailable():
+        with self._commit_lock, _faults_as_unavailable:
             if map_bytes <= self.map_bytes:
                 return
             if not self._reserve(map_bytes):
@@ -193,7 +192,7 @@ class BlockIndex:
         return True
 
     def _check_format(self) -> None:
-        with _faults_as_unavailable():
+        with _faults_as_unavailable:
             with self._environment.begin() as transaction:
                 found = transaction.get(_FORMAT_NAME)
                 is_new = transaction.stat()["entries"] == 0
@@ -213,7 +212,7 @@ def compact_index(path: Path) -> None:
     fresh.unlink(missing_ok=True)
     environment: Any = open_environment(path, path.stat().st_size)
     try:
-        with _faults_as_unavailable():
+        with _faults_as_unavailable:
             environment.copy(str(fresh), compact=True)
     except BaseException:
         fresh.unlink(missing_ok=True)
@@ -236,15 +235,20 @@ def _compacted_path(path: Path) -> Path:
     return path.with_name(path.name + ".compact")
 
 
-@contextlib.contextmanager
-def _faults_as_unavailable() -> Iterator[None]:
-    """Turn LMDB's exceptions into ours."""
-    try:
-        yield
-    except (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError) as error:
-        raise IndexFull(str(error)) from error
-    except lmdb.Error as error:
-        raise TierUnavailable(f"the SSD index failed: {error}") from error
+class _FaultsAsUnavailable:
+    """Turns LMDB's exceptions into ours. A class, since a generator would take as long as a small transaction."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, lmdb.MapFullError | lmdb.TxnFullError | lmdb.DiskError):
+            raise IndexFull(str(error)) from error
+        if isinstance(error, lmdb.Error):
+            raise TierUnavailable(f"the SSD index failed: {error}") from error
+
+
+_faults_as_unavailable: Final = _FaultsAsUnavailable()
 
 
 def _encode(entry: IndexEntry) -> bytes:

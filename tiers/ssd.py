@@ -262,8 +262,9 @@ class SsdTier:
 
     def _quarantine(self, entries: Sequence[IndexEntry], *, reuse: bool) -> None:
         """Delete the entries unless they have moved meanwhile."""
-        with self._unavailable_counted():
-            self._ledger.drop(entries, reuse)
+        if entries:
+            with self._unavailable_counted():
+                self._ledger.drop(entries, reuse)
 
     def _drop_locked(self, count: int) -> bool:
         """Give up copies that no key here opens, for room; return whether there were any."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvstore.core.block import BlockMeta, decode_header
+from kvstore.core.block import BlockMeta, checksum_in
 from tiers.codec import Codec
 from tiers.crew import Crew, Job
 from tiers.direct import RecordFile
@@ -65,7 +65,7 @@ class BlockWriter:
     ) -> Outgoing:
         def seal(place: memoryview | None) -> tuple[bytes, memoryview]:
             header, stored = self._codec.seal(meta, payload, place)
-            tell_checksum(decode_header(header).checksum)
+            tell_checksum(checksum_in(header))
             return header, stored
 
         return Outgoing(slot, payload, seal, is_payload_stored=self._codec.keys is None)

@@ -112,6 +112,12 @@ def encode_header(header: Header) -> bytes:
     return (packed + _SEAL.pack(checksum(packed))).ljust(HEADER_BYTES, b"\0")
 
 
+def checksum_in(header: bytes) -> int:
+    """Return the checksum that a header from `encode_header` states."""
+    number: int = _CHECKSUM_AND_TAG.unpack_from(header, _FIELDS.size)[0]
+    return number
+
+
 def decode_header(data: bytes | bytearray | memoryview) -> Header:
     """Return what the first bytes of a record say. Raises CorruptBlock if they are no header of ours.
 
