@@ -46,8 +46,9 @@ def test_a_deletion_names_the_buckets_number_and_spares_a_turn_that_came_since(
     pin(first, True)
     together([first, second], 3)
     assert view(second).revision == 2 and bucket.revision() == 1
-    turn(first, engine, 8, 1)
     delete(second)
+    second.settle()
+    turn(first, engine, 8, 1)
     together([first, second], JANITOR.tombstone_poll_s + 10)
     assert view(first).num_blocks == 8 and view(first).durable == "s3" and in_bucket(bucket) == 8
 
