@@ -19,7 +19,9 @@ def evict(
 ) -> None:
     """Free every copy in these tiers.
 
-    A block that has no copy elsewhere is kept, unless --drop; one that is being read is kept, too.
+    A block that has no copy elsewhere is kept, unless --drop; one that is being read is kept, too. In a bucket that
+    several daemons share, s3 takes what this daemon knows of it from all of them: their sessions stay, and what they
+    have no copy of is computed anew. To make a bucket smaller, set s3.max_bytes instead.
     """
     tiers = list(dict.fromkeys(name.strip() for name in tier.split(",") if name.strip()))
     wrong = [name for name in tiers if name not in _TIERS]
