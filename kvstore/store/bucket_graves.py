@@ -59,6 +59,8 @@ class Graves:
         self._go_on = go_on
         self._graves: dict[str, _Grave] = {}
         self._told: dict[str, int] = {}
+        # What no key of ours opens, or is damaged: not to be read at every poll.
+        self._unreadable: dict[str, str] = {}
 
     @property
     def has_open(self) -> bool:
@@ -77,13 +79,14 @@ class Graves:
                 break
         for gone in self._graves.keys() - found.keys():
             del self._graves[gone]
+        self._unreadable = {name: etag for name, etag in self._unreadable.items() if name in found}
         self._told = {name: revision for name, revision in self._told.items() if name in found}
         new = []
         for name, listed in found.items():
             known = self._graves.get(name)
-            if known is None or known.etag != listed.etag:
+            if (known is None or known.etag != listed.etag) and self._unreadable.get(name) != listed.etag:
                 self._pace()
-                self._read(name)
+                self._read(listed)
             if name in self._graves:
                 self._graves[name] = replace(self._graves[name], written_s=listed.modified_s)
             stone = self._graves[name].stone if name in self._graves else None
@@ -121,14 +124,16 @@ class Graves:
 
     # ------------------------------------------------------------ private
 
-    def _read(self, name: str) -> None:
+    def _read(self, listed: ListedRecord) -> None:
         try:
-            found = self._records.get(name)
+            found = self._records.get(listed.name)
         except WrongKey:
-            return
+            found = None
         stone = None if found is None else tombstone.decode(found.data)
-        if found is not None and stone is not None and stone.name == name:
-            self._graves[name] = _Grave(found.etag, _without_keys(stone), bool(stone.keys))
+        if found is not None and stone is not None and stone.name == listed.name:
+            self._graves[listed.name] = _Grave(found.etag, _without_keys(stone), bool(stone.keys))
+        else:
+            self._unreadable[listed.name] = listed.etag
 
     def _bury(self, name: str) -> None:
         self._go_on()

@@ -6,7 +6,7 @@ from functools import partial
 from kvstore import wire
 from kvstore.core.outcome import TierKind
 from kvstore.store import record as records
-from kvstore.store.tombstone import make_tombstone
+from kvstore.store.tombstone import TOMBSTONE_PREFIX, make_tombstone
 from kvstore.store.tombstone import put as put_stone
 from tests.store.test_janitor import KEYS, in_bucket, together
 from tests.support.rig import JANITOR, Rig, memory
@@ -177,3 +177,18 @@ def created_s(bucket: Bucket) -> float:
     record = records.decode(bucket.records.records[NAME].data)
     assert record is not None
     return record.created_s
+
+
+def test_a_tombstone_that_cannot_be_read_is_not_read_at_every_poll(make_rig: MakeRig, bucket: Bucket) -> None:
+    """Those of daemons with another key were, one request each, so that the poll of a shared bucket took minutes."""
+    rig = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    name = TOMBSTONE_PREFIX + "0" * 64
+    bucket.records.put(name, b"sealed with another key")
+    read: list[str] = []
+    get = bucket.records.get
+    bucket.records.get = lambda name: [read.append(name), get(name)][1]  # type: ignore[method-assign, func-returns-value]
+    rig.settle(seconds=10 * JANITOR.tombstone_poll_s)
+    assert read.count(name) == 1
+    bucket.records.put(name, b"and once more")
+    rig.settle(seconds=10 * JANITOR.tombstone_poll_s)
+    assert read.count(name) == 2
