@@ -31,8 +31,8 @@ from kvstore.region_file import create_region
 from kvstore.store.engines import Engine, EngineTable
 from kvstore.store.link import WorkerLink
 from kvstore.store.store import Store
-from kvstore.store.worker import WorkerSettings
 from kvstore.wire import ErrorCode, Header
+from kvstore.worker.main import WorkerSettings
 from tiers.ram import RamTier
 from tiers.region import Region
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvstore.config import Config
-from kvstore.store.encryption import without_key
+from kvstore.worker.encryption import without_key
 
 _log = logging.getLogger(__name__)
 _RESTART_AFTER_S = (1.0, 5.0, 30.0)

@@ -1,6 +1,6 @@
 """Holds the one direction of imports, by reading the sources; nothing is imported here.
 
-kvstore.core ◄─ policies, tiers ◄─ kvstore.store ◄─ kvstore.daemon, kvstore.api …
+kvstore.core ◄─ policies, tiers ◄─ kvstore.bucket ◄─ kvstore.worker ◄─ kvstore.store ◄─ kvstore.daemon, kvstore.api …
 kernels ◄─ tiers.hbm ◄─ engine ─► kvstore.core, kvstore.wire, kvstore.client, policies, tiers.region
 """
 
@@ -36,13 +36,27 @@ INTERNAL = {
         "kvstore.stream",
         "tiers.region",
     },
-    "kvstore.store": {
-        "kvstore.store",
+    "kvstore.session_record": {"kvstore.core", "kvstore.wire"},
+    "kvstore.bucket": {"kvstore.bucket", "kvstore.core", "kvstore.session_record", "tiers", "-tiers.hbm"},
+    "kvstore.worker": {
+        "kvstore.worker",
+        "kvstore.bucket",
         "kvstore.core",
+        "kvstore.session_record",
         "kvstore.wire",
-        "kvstore.connection",
         "kvstore.config",
         "kvstore.process",
+        "tiers",
+        "-tiers.hbm",
+    },
+    "kvstore.store": {
+        "kvstore.store",
+        "kvstore.worker",
+        "kvstore.bucket",
+        "kvstore.core",
+        "kvstore.session_record",
+        "kvstore.wire",
+        "kvstore.config",
         "kvstore.version",
         "policies",
         "tiers",
@@ -197,6 +211,9 @@ def test_the_distribution_lists_exactly_the_packages_that_are_there() -> None:
         ("tiers.hbm", "kernels.gather", True),
         ("kvstore.core.key", "kvstore.wire", False),
         ("kvstore.store.store", "kvstore.daemon", False),
+        ("kvstore.store.link", "kvstore.worker.ops", True),
+        ("kvstore.worker.main", "kvstore.store.catalog", False),
+        ("kvstore.bucket.sweep", "kvstore.worker.ops", False),
         ("kvstore.daemon", "tiers.ram", True),
         ("kvstore.daemon", "tiers.hbm", False),
         ("kvstore.daemon", "engine.runner", False),

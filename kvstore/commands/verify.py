@@ -18,9 +18,9 @@ from kvstore.config import Config
 from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.core.units import approximate_size
 from kvstore.settings import load
-from kvstore.store.scrubber import report_of
-from kvstore.store.worker import WorkerSettings, open_tier
 from kvstore.wire import ScrubReport
+from kvstore.worker.main import WorkerSettings, open_tier
+from kvstore.worker.scrubber import report_of
 from tiers.scrub import BAD, Orders, ScrubbedTier, Tally, Verdict
 
 EXAMPLE: Final = (

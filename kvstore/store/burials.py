@@ -2,8 +2,8 @@
 
 from collections import OrderedDict
 
-from kvstore.store.record import SessionKey, SessionRecord
-from kvstore.store.tombstone import Tombstone, tombstone_name
+from kvstore.bucket.tombstone import Tombstone, tombstone_name
+from kvstore.session_record import SessionKey, SessionRecord
 
 _MAX_KNOWN = 65_536
 

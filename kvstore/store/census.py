@@ -8,7 +8,7 @@ told, some seconds old.
 from collections import Counter
 from typing import Final
 
-from kvstore.store.record import SessionKey
+from kvstore.session_record import SessionKey
 from kvstore.store.session import Session, SessionTable
 
 _AT_ONCE: Final = 256

@@ -9,13 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
 from kvstore.store.catalog import Catalog
 from kvstore.store.chain_order import ChainOrder
 from kvstore.store.columns import tier_bit
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
 from kvstore.store.room import Room
+from kvstore.worker import ops
 from tiers.ram import RamTier
 
 _RETRY_AFTER_S = 1.0

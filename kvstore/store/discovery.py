@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.bucket.prefix_search import MAX_ASKED
 from kvstore.core.block import BlockMeta
+from kvstore.core.counts import Counts
 from kvstore.core.key import KEY_BYTES, BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.catalog import Catalog
 from kvstore.store.link import WorkerLink
-from kvstore.store.prefix_search import MAX_ASKED
-from kvstore.store.stats import Counts
+from kvstore.worker import ops
 
 REMEMBER_MISS_S: Final = 60.0
 _MAX_MISSES = 65_536

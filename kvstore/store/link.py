@@ -20,8 +20,8 @@ import msgspec
 import zmq
 
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
-from kvstore.store.worker import WorkerSettings
+from kvstore.worker import ops
+from kvstore.worker.main import WorkerSettings
 
 _log = logging.getLogger(__name__)
 _RESTART_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -119,7 +119,7 @@ class WorkerLink:
             self._socket.bind(self._settings.socket)
             self._process = subprocess.Popen(
                 # -P: modules come from where we are installed, never from the folder the daemon was started in.
-                [sys.executable, "-P", "-m", "kvstore.store.worker"],
+                [sys.executable, "-P", "-m", "kvstore.worker.main"],
                 stdin=subprocess.PIPE,
                 env=_worker_environment(),
             )

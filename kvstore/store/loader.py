@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
 from kvstore.store.catalog import Catalog
 from kvstore.store.link import WorkerLink
+from kvstore.worker import ops
 from tiers.ram import RamTier, SlotRef
 
 Asker = Callable[[int, Outcome, TierKind], None]

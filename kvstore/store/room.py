@@ -9,11 +9,11 @@ Freeing RAM is immediate. Freeing SSD space is a delete in the worker's queue, a
 from collections.abc import Callable, Iterable
 
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
 from kvstore.store.catalog import Catalog
 from kvstore.store.clearing import Clearing
 from kvstore.store.columns import tier_bit
 from kvstore.store.link import WorkerLink
+from kvstore.worker import ops
 from policies.base import EvictionPolicy, Ids
 from policies.eviction.lru import Lru
 from tiers.ram import RamTier, SlotRef

@@ -11,13 +11,13 @@ from typing import Final
 
 from kvstore.core.index import Ids
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
+from kvstore.session_record import SessionKey
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.catalog import Catalog
 from kvstore.store.demoter import Demoter
 from kvstore.store.link import WorkerLink
-from kvstore.store.record import SessionKey
 from kvstore.store.session import Session, SessionTable
+from kvstore.worker import ops
 
 # Longer than it takes from the last look at the records to the deletion.
 LOOK_AFTER_S: Final = 15.0

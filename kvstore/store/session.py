@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import session_record as records
 from kvstore.core.errors import ProtocolError
 from kvstore.core.index import Ids
 from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import TierKind
-from kvstore.store import record as records
+from kvstore.session_record import MAX_REVISION, MAX_TTL_S, SessionKey, SessionRecord
 from kvstore.store.catalog import Catalog, NamespaceInfo
 from kvstore.store.columns import tier_bit
-from kvstore.store.record import MAX_REVISION, MAX_TTL_S, SessionKey, SessionRecord
 from kvstore.wire import ChatMessage, ErrorCode, SessionPut, SessionView
 
 _MAX_CACHED_BYTES = 64 << 20

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvstore import session_record as records
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
-from kvstore.store import record as records
+from kvstore.session_record import SessionKey, SessionRecord
 from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog
 from kvstore.store.demoter import Demoter
 from kvstore.store.link import WorkerLink
-from kvstore.store.record import SessionKey, SessionRecord
 from kvstore.store.session import Session, SessionTable
 from kvstore.store.session_removal import SessionRemovals
+from kvstore.worker import ops
 
 # How long the bucket may take to say whether another daemon has a newer turn of a session known here.
 _CHECK_DEADLINE_S = 0.3

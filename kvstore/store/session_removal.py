@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from kvstore import session_record as records
+from kvstore.bucket import tombstone
+from kvstore.bucket.tombstone import Tombstone
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops, tombstone
-from kvstore.store import record as records
+from kvstore.session_record import SessionKey
 from kvstore.store.link import WorkerLink
-from kvstore.store.record import SessionKey
 from kvstore.store.session import Session
-from kvstore.store.tombstone import Tombstone
+from kvstore.worker import ops
 
 _RETRY_AFTER_S = 1.0
 

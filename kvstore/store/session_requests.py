@@ -7,17 +7,17 @@ keeping them (session_sync.py).
 from collections.abc import Callable, Collection
 
 from kvstore import wire
+from kvstore.bucket import tombstone
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import tombstone
+from kvstore.session_record import SessionKey, SessionRecord
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog, NamespaceInfo
 from kvstore.store.demoter import Demoter
 from kvstore.store.fetch import Reply
 from kvstore.store.link import WorkerLink
-from kvstore.store.record import SessionKey, SessionRecord
 from kvstore.store.room import Room
 from kvstore.store.session import Session, SessionTable
 from kvstore.store.session_read import SessionReader

@@ -10,20 +10,20 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from kvstore import session_record as records
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
-from kvstore.store import record as records
+from kvstore.session_record import SessionKey, SessionRecord
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.burials import Burials
 from kvstore.store.catalog import Catalog
 from kvstore.store.columns import tier_bit
 from kvstore.store.demoter import Demoter
 from kvstore.store.link import WorkerLink
-from kvstore.store.record import SessionKey, SessionRecord
 from kvstore.store.second_look import SecondLook
 from kvstore.store.session import Session, SessionTable
 from kvstore.store.session_read import SessionReader
 from kvstore.store.session_removal import SessionRemovals
+from kvstore.worker import ops
 
 _log = logging.getLogger(__name__)
 _PUMP_EVERY_S = 0.02

@@ -1,11 +1,12 @@
 """The snapshot that `kvstore stats --json` prints, put together from everybody's counters (form: docs/stats.md)."""
 
+from kvstore.core.counts import Counts
 from kvstore.core.outcome import TierKind
 from kvstore.store.catalog import Catalog
 from kvstore.store.demoter import Demoter
 from kvstore.store.link import WorkerLink
 from kvstore.store.room import Room
-from kvstore.store.stats import Counts, RequestStats
+from kvstore.store.stats import RequestStats
 from tiers.ram import RamTier
 
 

@@ -1,35 +1,14 @@
-"""Counters: what was served from where, what was missed and why, and which faults were met.
-
-Every label set is bounded: past a number of kinds further ones count as "other", so that no client can grow it.
-"""
+"""What engines report of their requests: how much was served from where, what was missed and why."""
 
 import math
 from collections import deque
 from statistics import median
 
+from kvstore.core.counts import Counts
 from kvstore.core.outcome import TierKind
 from kvstore.wire import Report
 
-_MAX_KINDS = 64
-_MAX_COUNT = 1 << 53
 _RECENT = 512
-
-
-class Counts:
-    """Counts by kind, at most _MAX_KINDS of them and "other"."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def add(self, kind: str, number: int = 1) -> None:
-        if number <= 0:
-            return
-        if kind not in self._counts and (len(self._counts) >= _MAX_KINDS or not _is_plain(kind)):
-            kind = "other"
-        self._counts[kind] = min(_MAX_COUNT, self._counts.get(kind, 0) + number)
-
-    def snapshot(self) -> dict[str, int]:
-        return dict(sorted(self._counts.items()))
 
 
 class RequestStats:
@@ -85,7 +64,3 @@ class RequestStats:
                 "recent_p99": ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else None,
             },
         }
-
-
-def _is_plain(kind: str) -> bool:
-    return 0 < len(kind) <= 64 and kind.isascii() and kind.replace("_", "").isalnum()

@@ -13,10 +13,10 @@ import numpy as np
 
 from kvstore import wire
 from kvstore.config import Config
+from kvstore.core.counts import Counts
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
@@ -34,10 +34,11 @@ from kvstore.store.room import Room
 from kvstore.store.session import SessionTable
 from kvstore.store.session_requests import SessionRequests
 from kvstore.store.snapshot import error_counts, ram_stats, slow_tier_stats
-from kvstore.store.stats import Counts, RequestStats
+from kvstore.store.stats import RequestStats
 from kvstore.store.verification import Verification
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
+from kvstore.worker import ops
 from tiers.ram import RamTier
 
 _log = logging.getLogger(__name__)

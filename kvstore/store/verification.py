@@ -11,10 +11,10 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import split_keys
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
 from kvstore.store.catalog import Catalog
 from kvstore.store.link import WorkerLink
 from kvstore.wire import ErrorCode, ScrubReport, Verify, VerifyReport
+from kvstore.worker import ops
 
 _STATES = {Outcome.OK: "done", Outcome.CANCELLED: "cancelled"}
 

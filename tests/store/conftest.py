@@ -1,28 +1,5 @@
-"""Rigs that are closed at the end, after everything in them was found to agree."""
+"""The rigs that the tests here work with."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from tests.support.rigs import bucket, make_rig
 
-import pytest
-
-from tests.support.rig import Rig
-from tests.support.sessions import Bucket
-
-
-@pytest.fixture
-def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def make(name: str = "daemon", **options: Any) -> Rig:
-        rigs.append(Rig(tmp_path / name, **options))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
-
-@pytest.fixture
-def bucket() -> Bucket:
-    return Bucket()
+__all__ = ["bucket", "make_rig"]

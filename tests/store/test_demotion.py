@@ -7,7 +7,7 @@ import pytest
 from kvstore import wire
 from kvstore.core.errors import ProtocolError
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
+from kvstore.worker import ops
 from tests.support.chats import Prefix, namespace
 from tests.support.rig import Rig, memory
 from tiers.faulty import Fault, FaultyTier, ScriptedPlan

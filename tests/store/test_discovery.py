@@ -8,9 +8,10 @@ import pytest
 from kvstore import wire
 from kvstore.core.key import join_keys
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import bucket_known, ops
+from kvstore.store import bucket_known
 from kvstore.store.discovery import REMEMBER_MISS_S
 from kvstore.store.engines import Engine
+from kvstore.worker import ops
 from tests.support.chats import Prefix
 from tests.support.rig import Rig, memory
 from tests.support.sessions import NAMESPACE, Bucket, put, turn

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import link as module
-from kvstore.store import ops
+from kvstore.worker import ops
 from tests.support.chats import Prefix, namespace
 from tests.support.rig import Rig, ThreadlessLink, memory
 

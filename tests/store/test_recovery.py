@@ -7,8 +7,9 @@ import pytest
 
 from kvstore import wire
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops, worker
 from kvstore.wire import ErrorCode
+from kvstore.worker import main as worker
+from kvstore.worker import ops
 from tests.support import batches
 from tests.support.chats import Prefix, namespace
 from tests.support.memory import MemoryRecords, MemoryTier

@@ -8,9 +8,9 @@ from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.second_look import LOOK_AFTER_S
-from tests.store.test_janitor import KEYS, in_bucket, together
 from tests.support.rig import Rig, memory
 from tests.support.sessions import NAMESPACE, Bucket, delete, ids, put, turn, view
+from tests.worker.test_janitor import KEYS, in_bucket, together
 
 MakeRig = Callable[..., Rig]
 

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore import session_record as records
 from kvstore import wire
 from kvstore.config import SessionsConfig
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import join_keys
-from kvstore.store import record as records
 from kvstore.store.engines import Engine
 from tests.support.chats import Prefix
 from tests.support.rig import Rig

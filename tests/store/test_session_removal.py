@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import wire
 from kvstore.core.outcome import TierKind
-from kvstore.store import ops
+from kvstore.worker import ops
 from tests.support.chats import Prefix
 from tests.support.rig import Rig, memory
 from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, get, ids, pin, put, turn, view

@@ -8,8 +8,8 @@ from kvstore import wire
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
 from kvstore.wire import ErrorCode
+from kvstore.worker import ops
 from tests.support.chats import Prefix, namespace
 from tests.support.memory import MemoryTier
 from tests.support.rig import Rig

@@ -113,7 +113,7 @@ class DaemonProcess:
         for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             files = [os.readlink(path) for path in Path(f"/proc/{child}/fd").iterdir() if path.is_symlink()]
             holds_disk = any(name.startswith(str(self.ssd_dir)) for name in files)
-            is_worker = b"kvstore.store.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+            is_worker = b"kvstore.worker.main" in Path(f"/proc/{child}/cmdline").read_bytes()
             if is_worker and holds_disk == (tier == "ssd"):
                 return int(child)
         raise AssertionError(f"no worker of the {tier} tier runs")

@@ -20,12 +20,12 @@ from kvstore.config import Config, RamConfig, S3Config, SessionsConfig, SsdConfi
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import BlockKey, Namespace, join_keys
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops
 from kvstore.store.engines import Engine, EngineTable
-from kvstore.store.janitor import Janitor, JanitorSettings
 from kvstore.store.link import WorkerLink
 from kvstore.store.store import Store
-from kvstore.store.worker import Worker, WorkerSettings
+from kvstore.worker import ops
+from kvstore.worker.janitor import Janitor, JanitorSettings
+from kvstore.worker.main import Worker, WorkerSettings
 from tests.support.chats import parents, payload
 from tests.support.memory import MemoryInventory, MemoryRecords, MemoryTier
 from tiers.base import RecordStore, Tier

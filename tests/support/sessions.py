@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from kvstore import session_record as records
 from kvstore import wire
 from kvstore.core.key import join_keys
 from kvstore.core.outcome import TierKind
-from kvstore.store import record as records
 from kvstore.store.engines import Engine
 from tests.support.chats import Prefix, namespace
 from tests.support.memory import MemoryRecords

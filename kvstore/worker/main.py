@@ -1,7 +1,7 @@
 """The worker process of one slow tier: it alone touches the disk or the bucket, and the shared region.
 
 A process of its own, since checksums and S3 clients burn CPU and the control thread must not wait for the
-interpreter lock. Started by `link.py` as `python -m kvstore.store.worker` with WorkerSettings as JSON on
+interpreter lock. Started by `kvstore/store/link.py` as `python -m kvstore.worker.main` with WorkerSettings as JSON on
 standard input; it ends on Stop and dies with its parent.
 
     main thread      receives operations, hands them out, sends results
@@ -26,18 +26,19 @@ from typing import Literal, cast
 import msgspec
 import zmq
 
+from kvstore.bucket import tombstone
+from kvstore.bucket.prefix_search import PrefixSearch
+from kvstore.bucket.tombstone import TOMBSTONE_PREFIX
 from kvstore.config import EncryptionConfig, S3Config, SsdConfig
 from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable, WrongKey
 from kvstore.core.key import BlockKey, split_keys
 from kvstore.core.outcome import Outcome
 from kvstore.process import WORKER_NICE, end_with_parent, stand_back
-from kvstore.store import ops, tombstone
-from kvstore.store.batches import Change, Changes
-from kvstore.store.encryption import load_keys
-from kvstore.store.janitor import Janitor, JanitorSettings
-from kvstore.store.prefix_search import PrefixSearch
-from kvstore.store.scrubber import Scrubber
-from kvstore.store.tombstone import TOMBSTONE_PREFIX
+from kvstore.worker import ops
+from kvstore.worker.batches import Change, Changes
+from kvstore.worker.encryption import load_keys
+from kvstore.worker.janitor import Janitor, JanitorSettings
+from kvstore.worker.scrubber import Scrubber
 from tiers.base import Record, RecordStore, Tier, Usage
 from tiers.codec import Codec
 from tiers.inventory import Inventory

@@ -72,7 +72,7 @@ class RecordDelete(msgspec.Struct, frozen=True, tag=True):
 
 
 class Discover(msgspec.Struct, frozen=True, tag=True):
-    """How many leading blocks of these (joined keys of consecutive blocks) does the tier hold? See prefix_search.py."""
+    """How many of the leading blocks (joined keys of consecutive ones) the tier holds: bucket/prefix_search.py."""
 
     op: int
     keys: bytes
@@ -189,7 +189,7 @@ class Level(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tombstones(msgspec.Struct, frozen=True, tag=True):
-    """Sessions that were deleted, as `tombstone.py` encodes them; each is told once in a worker's life, or more."""
+    """Sessions that were deleted (bucket/tombstone.py); each is told once in a worker's life, or more."""
 
     records: list[bytes]
 

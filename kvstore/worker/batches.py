@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from kvstore.store import ops
+from kvstore.worker import ops
 
 Change = ops.Write | ops.Delete | ops.RecordPut | ops.RecordDelete
 _MAX_DELETES: Final = 1024

@@ -1,7 +1,7 @@
 """Keeps a bucket in order, in the worker's process, beside the daemon's own traffic.
 
     every daemon            reads the tombstones, every `tombstone_poll` and after putting one, and tells the store
-    the lease's holder      deletes what tombstones cover, at once; sweeps (`bucket_sweep.py`) every `sweep_every`
+    the lease's holder      deletes what tombstones cover, at once; sweeps (`bucket/sweep.py`) every `sweep_every`
 
 It makes one request at a time and only so many a second, through the same breaker as all others, and stops in the
 middle when the lease is lost: whoever has it next begins anew. What fails is tried again at the next turn.
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from kvstore.bucket.graves import Graves
+from kvstore.bucket.index import BucketIndex
+from kvstore.bucket.lease import LEASE_NAME, BucketLease
+from kvstore.bucket.sweep import Limits, Sweep
+from kvstore.core.counts import Counts
 from kvstore.core.errors import TierUnavailable
-from kvstore.store import ops
-from kvstore.store.bucket_graves import Graves
-from kvstore.store.bucket_index import BucketIndex
-from kvstore.store.bucket_lease import LEASE_NAME, BucketLease
-from kvstore.store.bucket_sweep import Limits, Sweep
-from kvstore.store.stats import Counts
+from kvstore.worker import ops
 from tiers.base import RecordStore
 from tiers.inventory import Inventory
 

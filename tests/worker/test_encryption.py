@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.config import KEY_VARIABLE, EncryptionConfig
 from kvstore.core.errors import ConfigError
-from kvstore.store.encryption import load_keys, without_key
+from kvstore.worker.encryption import load_keys, without_key
 from tiers.keys import key_id
 
 KEY, OTHER = bytes(range(32)), bytes(range(50, 82))

@@ -2,7 +2,7 @@
 
     tombstones/{hash of the session's key and of when it was begun}
 
-Every daemon reads them (`janitor.py`) and drops what they cover. One covers the session that it names, begun at that
+Every daemon reads them (the janitor) and drops what they cover. One covers the session that it names, begun at that
 time, up to that revision: a later revision, or a session that was begun under the same name afterwards, is another one.
 They are kept as long as a daemon that was away might come back with the session: its `ttl`, within KEEP_S.
 
@@ -18,7 +18,7 @@ import msgspec
 
 from kvstore.core.errors import TierUnavailable, WrongKey
 from kvstore.core.key import KEY_BYTES, split_keys
-from kvstore.store.record import SessionKey, record_name, seal, unseal
+from kvstore.session_record import SessionKey, record_name, seal, unseal
 from tiers.base import RecordStore
 
 TOMBSTONE_PREFIX: Final = "tombstones/"

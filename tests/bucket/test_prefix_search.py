@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.bucket.prefix_search import PrefixSearch, answer, first_round, second_round
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome
-from kvstore.store.prefix_search import PrefixSearch, answer, first_round, second_round
 
 
 def search(there: Sequence[bool]) -> tuple[int, int]:

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore import session_record as records
 from kvstore import wire
+from kvstore.bucket import tombstone
+from kvstore.bucket.lease import LEASE_S
+from kvstore.bucket.tombstone import TOMBSTONE_PREFIX
 from kvstore.config import SessionsConfig
 from kvstore.core.key import BlockKey, join_keys
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import ops, tombstone
-from kvstore.store import record as records
-from kvstore.store.bucket_lease import LEASE_S
-from kvstore.store.tombstone import TOMBSTONE_PREFIX
+from kvstore.worker import ops
 from tests.support.chats import Prefix
 from tests.support.memory import MemoryInventory
 from tests.support.rig import JANITOR, Rig, memory

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvstore.store.bucket_lease import LEASE_NAME, LEASE_S, RENEW_EVERY_S, BucketLease
+from kvstore.bucket.lease import LEASE_NAME, LEASE_S, RENEW_EVERY_S, BucketLease
 from tests.support.memory import MemoryRecords
 from tests.support.rig import Clock
 

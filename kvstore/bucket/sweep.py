@@ -2,7 +2,7 @@
 
 One sweep, under the lease:
 
-    1  sessions whose time is over get a tombstone                      (bucket_graves.py does the rest)
+    1  sessions whose time is over get a tombstone                      (graves.py does the rest)
     2  every block is listed once; one that no session record names and that is older than it may be is deleted
     3  uploads in parts that somebody began and never ended are aborted
     4  where what is left is above the limit: blocks of no session, oldest first; then, of the session that was used
@@ -26,13 +26,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import session_record as records
+from kvstore.bucket.graves import Graves, delete_in_order
+from kvstore.bucket.index import BucketIndex, Marks, SessionInBucket, is_among, marks_of
+from kvstore.bucket.tombstone import make_tombstone
+from kvstore.core.counts import Counts
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
-from kvstore.store import record as records
-from kvstore.store.bucket_graves import Graves, delete_in_order
-from kvstore.store.bucket_index import BucketIndex, Marks, SessionInBucket, is_among, marks_of
-from kvstore.store.stats import Counts
-from kvstore.store.tombstone import make_tombstone
 from tiers.base import RecordStore
 from tiers.inventory import Inventory
 

@@ -7,8 +7,8 @@ import pytest
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome
-from kvstore.store import ops
-from kvstore.store.scrubber import MAX_YIELD_S, Scrubber
+from kvstore.worker import ops
+from kvstore.worker.scrubber import MAX_YIELD_S, Scrubber
 from tiers.scrub import Finding, Orders, Step, Verdict
 
 KEY = BlockKey(b"k" * 32)

@@ -12,8 +12,8 @@ from typing import Final
 
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.outcome import Outcome
-from kvstore.store import ops
 from kvstore.wire import ScrubFinding, ScrubReport
+from kvstore.worker import ops
 from tiers.scrub import Orders, ScrubbedTier, Tally
 
 _log = logging.getLogger(__name__)

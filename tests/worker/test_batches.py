@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.store import ops
-from kvstore.store.batches import Change, Changes
+from kvstore.worker import ops
+from kvstore.worker.batches import Change, Changes
 from tests.support.blocks import key, meta
 
 

@@ -14,12 +14,12 @@ from typing import Final
 
 import msgspec
 
+from kvstore.bucket import tombstone
+from kvstore.bucket.index import BucketIndex, is_among, marks_of
+from kvstore.bucket.tombstone import TOMBSTONE_PREFIX, Tombstone, tombstone_name
+from kvstore.core.counts import Counts
 from kvstore.core.errors import WrongKey
 from kvstore.core.key import BlockKey, split_keys
-from kvstore.store import tombstone
-from kvstore.store.bucket_index import BucketIndex, is_among, marks_of
-from kvstore.store.stats import Counts
-from kvstore.store.tombstone import TOMBSTONE_PREFIX, Tombstone, tombstone_name
 from tiers.base import RecordStore
 from tiers.inventory import Inventory, ListedRecord
 from tiers.objects import DELETE_AT_ONCE

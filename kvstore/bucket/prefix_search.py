@@ -6,10 +6,10 @@
 ⌈n/s⌉ + s − 1 ≤ 2√n: where n ≤ s(s−1) the sum is at most 2s − 2 < 2√n, since (s−1)² < n; else it is 2s − 1, and
 n ≥ s² − s + 1 makes that less than 2√n.
 
-The answer is right where the bucket is prefix-closed, which uploads and deletions keep up (`chain_order.py`). Where it
-is not, because somebody's upload has just been cut off, a block in a hole may be taken for present, since both blocks
-around it are: then its GET answers MISS and it is computed. A later question that begins at that block asks
-for it by name.
+The answer is right where the bucket is prefix-closed, which uploads (`store/chain_order.py`) and deletions keep up.
+Where it is not, because somebody's upload has just been cut off, a block in a hole may be taken for present, since both
+blocks around it are: then its GET answers MISS and it is computed. A later question that begins at that block asks for
+it by name.
 """
 
 import logging

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 
+from kvstore import session_record as records
 from kvstore import wire
+from kvstore.bucket.tombstone import TOMBSTONE_PREFIX, make_tombstone
+from kvstore.bucket.tombstone import put as put_stone
 from kvstore.core.outcome import TierKind
-from kvstore.store import record as records
-from kvstore.store.tombstone import TOMBSTONE_PREFIX, make_tombstone
-from kvstore.store.tombstone import put as put_stone
-from tests.store.test_janitor import KEYS, in_bucket, together
 from tests.support.rig import JANITOR, Rig, memory
 from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, ids, pin, turn, view
+from tests.worker.test_janitor import KEYS, in_bucket, together
 
 MakeRig = Callable[..., Rig]
 

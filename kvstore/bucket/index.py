@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import session_record as records
 from kvstore.core.errors import WrongKey
 from kvstore.core.key import KEY_BYTES
-from kvstore.store import record as records
-from kvstore.store.record import RECORD_PREFIX, SessionKey, SessionRecord
+from kvstore.session_record import RECORD_PREFIX, SessionKey, SessionRecord
 from tiers.base import RecordStore
 from tiers.inventory import Inventory
 
