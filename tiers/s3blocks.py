@@ -80,12 +80,8 @@ class S3Blocks:
 
     def get(self, meta: BlockMeta, view: memoryview) -> Outcome:
         """Bring the payload into `view`: OK, MISS or CORRUPT."""
-        incoming = _Incoming(meta, view)
-        is_large = HEADER_BYTES + meta.payload_bytes >= self._settings.multipart_threshold_bytes
         try:
-            if not (self._get_large(incoming) if is_large else self._run(partial(self._get, incoming))):
-                return Outcome.MISS
-            self._codec.open(meta, incoming.header, incoming.stored, view)
+            return self._get_again(meta, view)
         except CorruptBlock as error:
             self._faults.count("corrupt", detail=f"block {meta.key.hex()[:12]}: {error}")
             self._quarantine(meta.key)
@@ -95,6 +91,24 @@ class S3Blocks:
             self._faults.count("wrong_key", detail=f"block {meta.key.hex()[:12]}: {error}")
             self._locked.add(meta.key, None)
             return Outcome.MISS
+
+    def _get_again(self, meta: BlockMeta, view: memoryview) -> Outcome:
+        """Read it a second time where the first time shows damage: that may have come on the way, and a damaged copy is
+        deleted. Raises CorruptBlock, WrongKey."""
+        try:
+            return self._get_whole(meta, view)
+        except CorruptBlock as error:
+            outcome = self._get_whole(meta, view)
+            if outcome is Outcome.OK:
+                self._faults.count("damaged_on_the_way", detail=f"block {meta.key.hex()[:12]}: {error}")
+            return outcome
+
+    def _get_whole(self, meta: BlockMeta, view: memoryview) -> Outcome:
+        incoming = _Incoming(meta, view)
+        is_large = HEADER_BYTES + meta.payload_bytes >= self._settings.multipart_threshold_bytes
+        if not (self._get_large(incoming) if is_large else self._run(partial(self._get, incoming))):
+            return Outcome.MISS
+        self._codec.open(meta, incoming.header, incoming.stored, view)
         return Outcome.OK
 
     def _put(self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, _attempt: int) -> bool:
