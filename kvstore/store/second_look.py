@@ -21,7 +21,8 @@ from kvstore.worker import ops
 
 # Longer than it takes from the last look at the records to the deletion.
 LOOK_AFTER_S: Final = 15.0
-_AT_ONCE = 32
+# Whoever waits for a block goes first.
+_MAX_OUT = 2
 
 
 class SecondLook:
@@ -44,12 +45,14 @@ class SecondLook:
         self._demoter = demoter
         self._on_fault = on_fault
         self._clock = clock
+        # The next one first, since all wait equally long.
         self._due: dict[SessionKey, float] = {}
+        self._num_out = 0
 
     def recorded(self, session: Session) -> None:
         """The session's record is in the bucket."""
         if self._borrowed.among(session.blocks.tolist()):
-            self._due[session.key] = self._clock() + LOOK_AFTER_S
+            self._wait(session.key, self._clock())
 
     def ended(self, blocks: Ids, unrecorded: Iterable[SessionKey]) -> None:
         """A session of these blocks has ended; those that share its beginning and may have no record that names them
@@ -63,26 +66,33 @@ class SecondLook:
                         self._borrowed.add(block)
 
     def pump(self, now: float) -> None:
-        for key in [key for key, due in self._due.items() if due <= now][:_AT_ONCE] if self._due else ():
+        while self._due and self._num_out < _MAX_OUT and self._link.ready:
+            key = next(iter(self._due))
+            if self._due[key] > now:
+                return
+            del self._due[key]
             session = self._table.get(key)
             blocks = [] if session is None else self._borrowed.among(session.blocks.tolist())
-            if session is None or not blocks:
-                del self._due[key]
-            else:
-                self._due[key] = now + LOOK_AFTER_S
+            if session is not None and blocks:
                 self._look(session, blocks)
+
+    def _wait(self, key: SessionKey, now: float) -> None:
+        self._due.pop(key, None)
+        self._due[key] = now + LOOK_AFTER_S
 
     def _look(self, session: Session, blocks: list[int]) -> None:
         last = self._catalog.key(blocks[-1])
 
         def answered(result: ops.Result) -> None:
+            self._num_out -= 1
             if self._table.get(session.key) is not session or result.outcome != Outcome.OK:
-                return  # another time
-            self._due.pop(session.key, None)
+                self._wait(session.key, self._clock())
+                return
             self._borrowed.settle(blocks)
             if not result.count:
                 self._upload_again(session, blocks)
 
+        self._num_out += 1
         self._link.record(ops.Discover(self._link.next_op(), last), answered)
 
     def _upload_again(self, session: Session, blocks: list[int]) -> None:

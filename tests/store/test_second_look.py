@@ -8,6 +8,7 @@ from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.second_look import LOOK_AFTER_S
+from kvstore.worker import ops
 from tests.support.rig import Rig, memory
 from tests.support.sessions import NAMESPACE, Bucket, delete, ids, put, turn, view
 from tests.worker.test_janitor import KEYS, in_bucket, together
@@ -64,6 +65,27 @@ def test_blocks_that_stay_are_looked_for_once_with_one_request(make_rig: MakeRig
     second.store.session_put(second.attach(NAMESPACE), put(8, 1, session_id="theirs"))
     second.settle(seconds=10 * LOOK_AFTER_S)
     assert asked == [KEYS[4]] and "s3_shared_blocks_lost" not in second.stats()["errors"]
+
+
+def test_a_bucket_that_is_away_is_asked_again_later_and_by_few_at_once(make_rig: MakeRig, bucket: Bucket) -> None:
+    first = make_rig("a", ssd=memory(TierKind.SSD), **bucket.options())
+    turn(first, first.attach(NAMESPACE), 5)
+    first.settle(seconds=1.0)
+    second = make_rig("b", ssd=memory(TierKind.SSD), **bucket.options())
+    asked = count_heads(bucket)
+    for number in range(5):
+        second.put(second.attach(NAMESPACE), NAMESPACE, KEYS[:8])
+        second.store.session_put(second.attach(NAMESPACE), put(8, session_id=f"s{number}"))
+    second.settle(seconds=1.0)
+    link = second.links[TierKind.S3]
+    link.is_tidying = False
+    second.clock.now += LOOK_AFTER_S
+    second.turn()
+    assert sum(isinstance(op, ops.Discover) for op in link.wire.sent) == 2
+    link.die()
+    second.settle(seconds=3 * LOOK_AFTER_S)
+    assert set(asked) == {KEYS[4]} and second.store._borrowed.among(list(range(20))) == []
+    second.check()
 
 
 def test_what_is_borrowed_is_bounded() -> None:
