@@ -37,6 +37,7 @@ from tiers.s3client import S3Settings
 from tiers.s3large import LargeObjects
 from tiers.s3records import S3Records
 from tiers.s3scrub import S3Scrub
+from tiers.s3trouble import describe
 from tiers.s3uploads import BotoUploads
 from tiers.scrub import Orders, Step
 
@@ -92,6 +93,12 @@ class S3Tier:
     def is_left_alone(self) -> bool:
         """Whether the bucket has answered so badly that it is only probed now and then."""
         return self._breaker.is_open
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the bucket and what to do about it, for people; empty where it answered last time."""
+        fault = self._requests.last_fault
+        return describe(fault, self._settings) if fault else ""
 
     def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """As `Tier.contains`; one HEAD per key."""

@@ -46,6 +46,12 @@ class S3Calls:
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter or random.Random()
+        self._last_fault = ""
+
+    @property
+    def last_fault(self) -> str:
+        """The kind of fault that the last request ended with; empty where the bucket answered it."""
+        return self._last_fault
 
     def run(self, action: Callable[[float, int], _T]) -> _T:
         """Return `action(deadline, attempt)`, tried again while that may help and time is left.
@@ -68,6 +74,7 @@ class S3Calls:
                 self._sleep(pause_s)
             except CorruptBlock:
                 # The bucket answered, if with something else.
+                self._last_fault = ""
                 self._breaker.succeeded()
                 raise
             except BaseException:
@@ -75,12 +82,14 @@ class S3Calls:
                 self._breaker.failed()
                 raise
             else:
+                self._last_fault = ""
                 if self._breaker.succeeded():
                     _logger.info("s3 tier: the bucket answers again")
                 return answer
         raise AssertionError("the last attempt returns or raises")
 
     def _failed(self, fault: ObjectFault) -> None:
+        self._last_fault = fault.kind
         self._faults.count(fault.kind, detail=fault.detail)
         if self._breaker.failed():
             _logger.warning("s3 tier: too many faults in a row, the bucket is left alone for a while")

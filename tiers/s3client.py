@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import boto3
 import botocore.session
 from botocore.config import Config
+from botocore.exceptions import ConfigParseError, PartialCredentialsError, ProfileNotFound
 from botocore.httpsession import get_cert_path
 
 from kvstore.core.errors import ConfigError
@@ -65,7 +66,10 @@ class S3Settings:
 
 
 def make_client(settings: S3Settings) -> "S3Client":
-    """Return a client that any thread may use. Contacts nobody. Raises ConfigError where a key file cannot be read."""
+    """Return a client that any thread may use. Contacts nobody.
+
+    Raises ConfigError where a key file cannot be read, or boto3's own configuration is not whole.
+    """
     for name in _TALKATIVE:
         # At "debug" they log every request: the access key and its signature, session ids.
         logging.getLogger(name).setLevel(logging.INFO)
@@ -82,14 +86,18 @@ def make_client(settings: S3Settings) -> "S3Client":
         response_checksum_validation="when_required",
         s3={"addressing_style": "path" if settings.endpoint else "auto", "payload_signing_enabled": False},
     )
-    return boto3.session.Session(botocore_session=session).client(
-        "s3",
-        endpoint_url=settings.endpoint or None,
-        region_name=settings.region,
-        config=config,
-        aws_access_key_id=read_secret(settings.access_key_file) if settings.access_key_file else None,
-        aws_secret_access_key=read_secret(settings.secret_key_file) if settings.secret_key_file else None,
-    )
+    try:
+        return boto3.session.Session(botocore_session=session).client(
+            "s3",
+            endpoint_url=settings.endpoint or None,
+            region_name=settings.region,
+            config=config,
+            aws_access_key_id=read_secret(settings.access_key_file) if settings.access_key_file else None,
+            aws_secret_access_key=read_secret(settings.secret_key_file) if settings.secret_key_file else None,
+        )
+    except (PartialCredentialsError, ProfileNotFound, ConfigParseError) as error:
+        # These name variables, profiles and files, never a key.
+        raise ConfigError(f"boto3 finds no credentials: {error}") from None
 
 
 def make_tls(settings: S3Settings) -> ssl.SSLContext | None:

@@ -46,7 +46,7 @@ def slow_tier_stats(
         return {"state": "off", "hit_tokens": requests.hit_tokens(tier)}
     return {
         "state": link.level.state if link.ready else "down",
-        "reason": link.failure,
+        "reason": link.failure or link.level.reason,
         "blocks": catalog.blocks_in(tier),
         "used_bytes": link.level.used_bytes,
         "capacity_bytes": link.level.capacity_bytes,

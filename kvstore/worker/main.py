@@ -98,7 +98,7 @@ def main() -> int:
     threading.Thread(target=region.populate, name="populate", daemon=True).start()
     worker = Worker(socket, tier, records, region, _threads(settings), batching=settings.tier == "ssd")
     if inventory is not None and settings.s3 is not None:
-        worker.janitor = Janitor(records, inventory, _janitor_settings(settings.s3, settings.ttl_s), worker.answer)
+        worker.janitor = Janitor(records, inventory, _janitor_settings(settings.s3, settings.ttl_s), worker.report)
     try:
         worker.run()
     finally:
@@ -131,6 +131,8 @@ class Worker:
         # Questions leave half of the readers to those who wait for blocks.
         self._askers = max(1, threads // 2)
         self._level_sent = ops.Level(0, 0, None, {})
+        # As many as there are kinds of faults.
+        self._reasons_logged: set[str] = set()
         self._is_stopping = False
         self._reads_lock = threading.Lock()
         self._num_reads = 0
@@ -222,6 +224,13 @@ class Worker:
         self._answers.put(reply)
         os.eventfd_write(self._wake, 1)
 
+    def report(self, reply: ops.Reply) -> None:
+        """As `answer`, for what the janitor has found; what its requests met is told with it, or a bucket that is not
+        there would look well until somebody stores to it."""
+        if self._has_news():
+            self.answer(self._level())
+        self.answer(reply)
+
     # ------------------------------------------------------------ reading
 
     def _run(self, op: int, action: Callable[[], ops.Result]) -> None:
@@ -236,7 +245,7 @@ class Worker:
             result = ops.Result(op, Outcome.UNAVAILABLE)
         seconds = time.monotonic() - started
         # First, so that whoever is told of a fault finds it counted.
-        if result.outcome == Outcome.UNAVAILABLE or self._level_sent.state != "ok" or self._has_new_faults():
+        if result.outcome == Outcome.UNAVAILABLE or self._has_news():
             self.answer(self._level())
         self.answer(msgspec.structs.replace(result, seconds=seconds))
 
@@ -355,19 +364,23 @@ class Worker:
 
     def _level(self) -> ops.Level:
         usage = Usage(0, 0, None)
-        state = "degraded" if getattr(self._tier, "is_left_alone", False) else "ok"
+        reason = str(getattr(self._tier, "trouble", ""))
+        state = "degraded" if reason or getattr(self._tier, "is_left_alone", False) else "ok"
         try:
             usage = self._tier.usage()
         except (OSError, KVStoreError) as error:
             # Never the end of the thread that asks: what else was asked of it must be answered.
             _log.warning("the tier cannot say how full it is: %s", error)
             state = "degraded"
-        level = ops.Level(usage.blocks, usage.used_bytes, usage.capacity_bytes, _faults(self._tier), state)
+        level = ops.Level(usage.blocks, usage.used_bytes, usage.capacity_bytes, _faults(self._tier), state, reason)
+        if reason and reason not in self._reasons_logged:
+            self._reasons_logged.add(reason)
+            _log.warning("the tier is degraded: %s", reason)
         self._level_sent = level
         return level
 
-    def _has_new_faults(self) -> bool:
-        return _faults(self._tier) != self._level_sent.faults
+    def _has_news(self) -> bool:
+        return self._level_sent.state != "ok" or _faults(self._tier) != self._level_sent.faults
 
 
 def _faults(tier: Tier) -> dict[str, int]:

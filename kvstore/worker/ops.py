@@ -179,13 +179,15 @@ class Scrubbed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Level(msgspec.Struct, frozen=True, tag=True):
-    """How full the tier is, and its faults so far by kind; sent after every batch that may have changed it."""
+    """How full the tier is, and its faults so far by kind; sent after every batch that may have changed it. `reason`
+    says to people why the state is not ok, where that is known."""
 
     blocks: int
     used_bytes: int
     capacity_bytes: int | None
     faults: dict[str, int]
     state: str = "ok"
+    reason: str = ""
 
 
 class Tombstones(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,7 @@ class MemoryTier:
         self.blocks: dict[BlockKey, tuple[BlockMeta, bytes]] = {}
         self.modified_s: dict[BlockKey, float] = {}
         self.most_bytes = 0
+        self.trouble = ""  # what a tier says of itself, as `tiers.s3.S3Tier.trouble`
 
     def contains(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         return [Outcome.OK if key in self.blocks else Outcome.MISS for key in keys]

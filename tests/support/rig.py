@@ -129,7 +129,7 @@ class ThreadlessLink(WorkerLink):
             assert isinstance(records, MemoryRecords)
             inventory = MemoryInventory(tier, records, clock)
             self.worker.janitor = Janitor(
-                records, inventory, janitor, self.worker.answer, clock=clock, sleep=lambda _: None
+                records, inventory, janitor, self.worker.report, clock=clock, sleep=lambda _: None
             )
         self.worker._recovery_room = threading.Semaphore(1 << 20)  # nobody could make room while we recover
 

@@ -256,6 +256,7 @@ def test_a_missing_bucket_is_unavailable(open_s3: OPEN, s3_settings: S3Settings)
     with pytest.raises(TierUnavailable):
         tier.records.get("a")
     assert tier.faults() == {"no_bucket": 4}
+    assert "there is no bucket 'not-there'" in tier.trouble
 
 
 def test_wrong_credentials_are_unavailable_and_never_logged(

@@ -69,6 +69,15 @@ def test_a_fault_that_will_not_pass_is_not_tried_again(bench: Bench) -> None:
     assert bench.pauses == []
 
 
+def test_the_last_fault_is_known_until_the_bucket_answers(bench: Bench) -> None:
+    assert bench.calls.last_fault == ""
+    with pytest.raises(TierUnavailable):
+        run(bench, raising(ObjectFault("no_bucket", "")))
+    assert bench.calls.last_fault == "no_bucket"
+    run(bench, raising(None))
+    assert bench.calls.last_fault == ""
+
+
 def test_no_try_begins_after_the_deadline(bench: Bench) -> None:
     with pytest.raises(TierUnavailable, match="timeout"):
         run(bench, raising(ObjectFault("timeout", ""), ObjectFault("timeout", "")), takes_s=5.0)

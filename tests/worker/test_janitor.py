@@ -401,3 +401,17 @@ def test_names_of_tombstones_tell_sessions_apart() -> None:
         tombstone.tombstone_name(("", *key[1:]), 1.0),
     }
     assert len(names) == 3 and all(name.startswith(TOMBSTONE_PREFIX) for name in names)
+
+
+def test_a_bucket_that_is_not_there_is_told_of_before_anybody_stores_to_it(make_rig: MakeRig, bucket: Bucket) -> None:
+    """Only the janitor had met it, and `kvstore stats` said that all was well."""
+    bucket.records.is_down = True
+    bucket.tier.trouble = "there is no bucket"
+    rig = make_rig(**bucket.options())
+    rig.settle(seconds=1.0)
+    tier = rig.stats()["tiers"]["s3"]
+    assert (tier["state"], tier["reason"]) == ("degraded", "there is no bucket")
+    bucket.records.is_down, bucket.tier.trouble = False, ""
+    rig.settle(seconds=2 * LEASE_S)
+    tier = rig.stats()["tiers"]["s3"]
+    assert (tier["state"], tier["reason"]) == ("ok", "")
