@@ -194,7 +194,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _error(500, "internal", "the API failed; its log says why")
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            return _error(400, "bad_request", "send the header 'Content-Type: application/json' with the body")
         # Of each fault the place and the text, not the input: it may be anything.
         faults = (f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors())
         return _error(400, "bad_request", "; ".join(faults))

@@ -8,7 +8,7 @@
 """
 
 import sys
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
@@ -43,6 +43,21 @@ app.command(epilog=demo.EXAMPLE)(demo.demo)
 app.add_typer(bench.app, name="bench")
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(VERSION)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command(epilog="Example: kvstore version")
 def version() -> None:
     """Print the version."""
@@ -67,6 +82,8 @@ def explain(error: KVStoreError) -> tuple[int, str]:
     """Return the exit code of a fault and, where the message does not say it, what to do about it."""
     if isinstance(error, ConfigError):
         return EXIT_USAGE, ""
+    if isinstance(error, chat.EngineUnreachable):
+        return EXIT_UNREACHABLE, "Is it running? Start it with 'python -m engine.server', or name it with --engine."
     if isinstance(error, TierUnavailable):
         return EXIT_UNREACHABLE, "Is it running? Start it with 'kvstore serve', or name its folder with --run-dir."
     if isinstance(error, ProtocolError):

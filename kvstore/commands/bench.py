@@ -15,9 +15,8 @@ from kvstore.commands.common import ConfigOption, JsonOption, print_json, print_
 from kvstore.core.units import parse_size
 from kvstore.settings import load
 
-app = typer.Typer(help="Measure this machine, and what kvstore makes of it.", no_args_is_help=True)
-
 EXAMPLE: Final = "Example: kvstore bench tiers --only ram,ssd --block-bytes 2MiB --blocks 64"
+app = typer.Typer(help="Measure this machine, and what kvstore makes of it.", epilog=EXAMPLE, no_args_is_help=True)
 _DEFAULT_SIZES: Final = (("2MiB", 64), ("32MiB", 8))
 _DEFAULT_BLOCKS: Final = 64
 
@@ -28,7 +27,8 @@ def tiers(
         str, typer.Option("--block-bytes", metavar="SIZE", help="Size of a block; default: 2MiB and 32MiB.")
     ] = "",
     blocks: Annotated[
-        int, typer.Option("--blocks", min=0, help="Blocks per round; default: 64 of 2MiB, 8 of 32MiB.")
+        int,
+        typer.Option("--blocks", min=0, show_default=False, help="Blocks per round; default: 64 of 2MiB, 8 of 32MiB."),
     ] = 0,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds that count, of each figure.")] = 7,
     only: Annotated[

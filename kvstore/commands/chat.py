@@ -6,6 +6,7 @@ which the engine and the daemon keep; this sends nothing but the new message and
 
 import contextlib
 import secrets
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,10 @@ _TIERS: Final = ("hbm", "ram", "ssd", "s3")
 _TIMEOUT: Final = httpx.Timeout(connect=5.0, read=600.0, write=10.0, pool=5.0)
 
 
+class EngineUnreachable(TierUnavailable):
+    """Nobody answers at the engine's address. The daemon may well run."""
+
+
 def chat(
     engine: Annotated[str, typer.Option("--engine", metavar="URL", help="The engine's address.")] = DEFAULT_ENGINE,
     session: Annotated[
@@ -45,6 +50,8 @@ def chat(
     Each reply is followed by how many prompt tokens came from which tier, how many were recomputed, and the time
     to the first token. Ctrl-C stops a reply; at the prompt it ends the chat, as Ctrl-D does.
     """
+    if not engine.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{engine!r} is no address; example: {DEFAULT_ENGINE}", param_hint="--engine")
     headers = {"accept": "text/event-stream"}
     if api_key_file is not None:
         headers["authorization"] = f"Bearer {_read_key(api_key_file)}"
@@ -55,7 +62,14 @@ def chat(
     with httpx.Client(base_url=engine, timeout=_TIMEOUT, headers=headers) as http:
         for message in _messages():
             session = _turn(http, session, message, max_tokens)
-    typer.echo(f"resume with: kvstore chat --session {clean(session)}", err=True)
+    options = {"--session": session, "--engine": "" if engine == DEFAULT_ENGINE else engine, "--tenant": tenant}
+    options |= {
+        "--run-dir": str(run_dir or ""),
+        "--config": str(config or ""),
+        "--api-key-file": str(api_key_file or ""),
+    }
+    given = shlex.join(word for name, value in options.items() if value for word in (name, clean(value)))
+    typer.echo(f"resume with: kvstore chat {given}", err=True)
 
 
 def _read_key(path: Path) -> str:
@@ -129,7 +143,7 @@ def _turn(http: httpx.Client, session: str, message: str, max_tokens: int) -> st
         typer.echo("\n(stopped; this turn is not part of the session)", err=True)
         return session
     except httpx.TransportError as error:
-        raise TierUnavailable(f"the engine at {http.base_url} does not answer: {error}") from None
+        raise EngineUnreachable(f"the engine at {http.base_url} does not answer: {error}") from None
     typer.echo()
     typer.echo(_summary(report))
     return _follow(report, session)
@@ -151,6 +165,12 @@ def _refusal(response: httpx.Response) -> ProtocolError:
         message = _message(msgspec.json.decode(response.content, type=dict[str, Any]))
     except msgspec.DecodeError:
         message = response.reason_phrase
+    if response.status_code == 404 and message == response.reason_phrase:
+        # Not a word about the session: there is no such route.
+        host = f"{response.url.scheme}://{response.url.netloc.decode()}"
+        raise ProtocolError(
+            ErrorCode.BAD_REQUEST, f"{host} has no {response.url.path}: is --engine an engine's address?"
+        )
     code = ErrorCode.NOT_FOUND if response.status_code == 404 else ErrorCode.BAD_REQUEST
     return ProtocolError(code, f"the engine refused ({response.status_code}): {clean(message)}")
 

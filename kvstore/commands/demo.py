@@ -23,7 +23,7 @@ def demo(
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the demo runs the engine, and {', '.join(missing)} is missing: pip install 'tiered-kvstore[engine]', "
+            f"the demo runs the engine, which needs {' and '.join(missing)}: pip install 'tiered-kvstore[engine]', "
             "or run 'make demo' in a checkout"
         )
     from kvstore.demo.main import run

@@ -55,7 +55,9 @@ def verify(
     run_dir: RunDirOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Check that every block and every session record on SSD and in S3 is what was stored.
+    """Check that all that lies on SSD and in S3 is whole.
+
+    Every block and every session record is read and compared with what was stored.
 
     A running daemon does it beside its work, which comes first; without one the tiers are opened for it. What is not
     ours is told of and never deleted.
@@ -116,7 +118,10 @@ def _on_our_own(order: Order, config: Config, show: Show) -> Reports:
     if absent := [name for name in order.tiers if not there[name]]:
         raise ConfigError(f"there is no tier {absent[0]}: it is switched off, or nothing was ever stored there")
     if not any(there.values()):
-        raise ConfigError("there is neither an SSD nor an S3 tier to verify")
+        raise ConfigError(
+            f"there is nothing to verify: no daemon runs, ssd.path {config.ssd.path} is not there, and no bucket is "
+            "configured; name the daemon's folder with --run-dir, or its configuration with --config"
+        )
     reports: dict[str, ScrubReport] = {}
     for name in [name for name in _TIERS if there[name] and name in (order.tiers or _TIERS)]:
         tier, *_ = open_tier(_settings(name, config))

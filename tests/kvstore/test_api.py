@@ -200,6 +200,7 @@ def test_a_form_from_another_web_page_is_no_order() -> None:
     client = FakeClient()
     response = Api(client)("POST", "/v1/evict", content=b'{"tiers": ["ram"]}', headers={"content-type": "text/plain"})
     assert error_of(response) == (400, "bad_request")
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
     assert not client.calls
 
 

@@ -162,6 +162,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
 
 def test_version_is_the_packages(run: Run) -> None:
     assert run("version").out == f"{VERSION}\n"
+    assert run("--version").out == f"{VERSION}\n"
 
 
 # ---------------------------------------------------------------- serve
@@ -399,7 +400,7 @@ def test_a_chat_follows_its_session_into_a_fork_and_says_how_to_resume_it(
         ran = run("chat", "--engine", url)
     assert handler.asked[0]["session_id"].startswith("chat-")
     assert [body["session_id"] for body in handler.asked][1:] == [handler.asked[0]["session_id"], "forked"]
-    assert ran.err.rstrip().endswith("resume with: kvstore chat --session forked")
+    assert ran.err.rstrip().endswith(f"resume with: kvstore chat --session forked --engine {url}")
 
 
 def test_a_chat_shows_the_engine_its_key(run: Run, engine: tuple[type[Engine], str], say: Any, tmp_path: Path) -> None:
@@ -429,6 +430,34 @@ def test_a_chat_with_an_engine_that_is_not_there_ends_with_3(run: Run, say: Any)
         ran = run("chat", "--engine", "http://127.0.0.1:9")
     assert ran.code == 3
     assert "the engine at http://127.0.0.1:9 does not answer" in ran.err
+    assert "engine.server" in ran.err and "kvstore serve" not in ran.err, "the daemon has nothing to do with it"
+
+
+def test_a_chat_with_an_address_that_is_none_is_wrong_usage(run: Run, say: Any) -> None:
+    with say("hi"):
+        ran = run("chat", "--engine", "localhost:8000")
+    assert ran.code == 2
+    assert "http://127.0.0.1:8000" in ran.err
+
+
+def test_a_chat_with_a_server_that_is_no_engine_says_so(
+    run: Run, engine: tuple[type[Engine], str], say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon's own HTTP API answers 404, which read as if a session were missing."""
+
+    def not_found(handler: BaseHTTPRequestHandler) -> None:
+        body = b'{"error": {"code": "not_found", "message": "Not Found"}}'
+        handler.send_response(404)
+        handler.send_header("content-length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    monkeypatch.setattr(engine[0], "do_POST", not_found)
+    with say("hi"):
+        ran = run("chat", "--engine", engine[1])
+    assert ran.code == 1
+    assert "is --engine an engine's address?" in ran.err
+    assert "sessions list" not in ran.err
 
 
 def test_ctrl_c_stops_a_reply_and_not_the_chat(
