@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from kvstore.config import RamConfig
 from kvstore.core.errors import ConfigError
-from kvstore.core.units import format_size
+from kvstore.core.units import approximate_size, format_size
 from kvstore.memory import Limit, System
 from tiers.backing import PAGE_BYTES, Backing
 from tiers.region import Region, is_abandoned
@@ -149,6 +149,8 @@ def _room_bytes(limit: Limit, free_bytes: int) -> int:
 
 def _too_small(wanted_bytes: int, limit: Limit) -> ConfigError:
     return ConfigError(
-        f"ram.size is {wanted_bytes} bytes, but {limit.where} has {limit.free_bytes} free of {limit.total_bytes}, "
-        f"and needs {limit.spare_bytes} for others; lower ram.size, or {limit.remedy}"
+        f"ram.size is {wanted_bytes} bytes ({approximate_size(wanted_bytes)}), but {limit.where} has "
+        f"{limit.free_bytes} free of {limit.total_bytes} ({approximate_size(limit.free_bytes)} of "
+        f"{approximate_size(limit.total_bytes)}), and needs {approximate_size(limit.spare_bytes)} for others; "
+        f"lower ram.size, or {limit.remedy}"
     )

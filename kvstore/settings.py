@@ -102,7 +102,7 @@ def _read_file(path: Path) -> dict[Key, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+        raise ConfigError(f'{path} is no TOML: {error}; texts and sizes are in quotes: size = "8GiB"') from None
     values: dict[Key, Any] = {}
     for section, body in document.items():
         if section not in _SECTIONS:

@@ -67,7 +67,7 @@ def test_what_cannot_be_removed_stops_nobody(shm_dir: Path, tmp_path: Path) -> N
 
 
 def test_a_size_that_can_never_fit_is_refused_with_what_there_is(shm_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ram\.size is .* free of"):
+    with pytest.raises(ConfigError, match=r"ram\.size is .*iB\), but .* free of .*iB\)"):
         create_region(config(shm_dir, 1 << 50), tmp_path, 1)
     assert not files(shm_dir)
 

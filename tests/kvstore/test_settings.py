@@ -126,6 +126,7 @@ def test_what_kubernetes_puts_into_the_environment_for_a_service_is_no_setting()
         ('[ssd]\npath = ""\n', "ssd.path cannot be ''"),
         ('[daemon]\nlog_level = "loud"\n', '"debug" or'),
         ("[ram\n", "is no TOML"),
+        ("[ram]\nsize = 64GiB\n", 'in quotes: size = "8GiB"'),
     ],
 )
 def test_a_fault_in_the_file_names_the_file_the_key_and_what_would_be_right(
