@@ -8,8 +8,7 @@ import signal
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
-# On two cores kept busy by uploads and their server these brought the 99th percentile of a ping from 3.9 to 2.7 ms, of
-# a lookup from 6.5 to 5.4 (medians of six runs each, which differed by half).
+# Who wakes with a lower number runs at once where every core is busy: the control thread, beside uploads and HTTP.
 _CONTROL_NICE: Final = -10
 WORKER_NICE: Final = 5
 HTTP_NICE: Final = 10

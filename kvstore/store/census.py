@@ -1,8 +1,9 @@
 """How many sessions there are and what they survive, counted a few at a time.
 
-Whether a session is durable is a question about each of its blocks, so counting ten thousand of them took the control
-thread 50 ms, each time somebody asked for the statistics. Few are counted when asked for, of many the last count is
-told, some seconds old.
+Whether a session is durable is a question about each of its blocks. Counting ten thousand sessions of 32 blocks took
+the control thread 130 ms one by one and 8 ms all together (best of nine on two cores with other load; medians 210 and
+11), each time somebody asked for the statistics; one step takes 0.1 ms. So few are counted when asked for, of many the
+last count is told, some seconds old.
 """
 
 from collections import Counter

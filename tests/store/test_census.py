@@ -40,7 +40,7 @@ def test_few_sessions_are_counted_when_asked_for(rig: Rig) -> None:
 
 
 def test_many_are_counted_a_few_at_a_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request for the statistics counted them all: 50 ms of the control thread for ten thousand."""
+    """Each request for the statistics counted them all, one by one, while every engine waited."""
     monkeypatch.setattr(census, "_AT_ONCE", 2)
     asked: list[int] = []
     durable_of = SessionTable.durable_of

@@ -9,9 +9,9 @@ from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.second_look import LOOK_AFTER_S
 from kvstore.worker import ops
+from tests.support.janitors import KEYS, in_bucket, together
 from tests.support.rig import Rig, memory
 from tests.support.sessions import NAMESPACE, Bucket, delete, ids, put, turn, view
-from tests.worker.test_janitor import KEYS, in_bucket, together
 
 MakeRig = Callable[..., Rig]
 

@@ -8,9 +8,9 @@ from kvstore import wire
 from kvstore.bucket.tombstone import TOMBSTONE_PREFIX, make_tombstone
 from kvstore.bucket.tombstone import put as put_stone
 from kvstore.core.outcome import TierKind
+from tests.support.janitors import KEYS, in_bucket, together
 from tests.support.rig import JANITOR, Rig, memory
 from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, ids, pin, turn, view
-from tests.worker.test_janitor import KEYS, in_bucket, together
 
 MakeRig = Callable[..., Rig]
 

@@ -15,34 +15,12 @@ from kvstore.core.key import BlockKey, join_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.worker import ops
 from tests.support.chats import Prefix
+from tests.support.janitors import KEYS, in_bucket, stones, together
 from tests.support.memory import MemoryInventory
 from tests.support.rig import JANITOR, Rig, memory
 from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, get, ids, put, turn, view
 
 MakeRig = Callable[..., Rig]
-KEYS = Prefix(NAMESPACE, 1, 10).keys
-
-
-def stones(bucket: Bucket) -> list[tombstone.Tombstone]:
-    found = [tombstone.decode(data.data) for name, data in bucket.records.records.items() if name.startswith("tomb")]
-    return [stone for stone in found if stone is not None]
-
-
-def in_bucket(bucket: Bucket) -> int:
-    """How many of the chain's blocks, which must be its head."""
-    there = [key in bucket.tier.blocks for key in KEYS]
-    assert there == sorted(there, reverse=True)
-    return sum(there)
-
-
-def together(rigs: list[Rig], seconds: float) -> None:
-    """Let that much time pass for all of them, side by side."""
-    for _ in range(int(seconds)):
-        for rig in rigs:
-            rig.settle(seconds=1.0)
-        latest = max(rig.clock.now for rig in rigs)
-        for rig in rigs:
-            rig.clock.now = latest
 
 
 # ---------------------------------------------------------------- deletion

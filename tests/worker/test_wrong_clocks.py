@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from kvstore.config import SessionsConfig
 from kvstore.core.outcome import TierKind
+from tests.support.janitors import in_bucket, stones
 from tests.support.rig import JANITOR, Clock, Rig, memory
 from tests.support.sessions import NAMESPACE, Bucket, delete, turn
-from tests.worker.test_janitor import in_bucket, stones
 
 MakeRig = Callable[..., Rig]
 TTL_S = 2 * 86400.0
