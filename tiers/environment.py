@@ -2,14 +2,28 @@
 
 import os
 from pathlib import Path
+from typing import Final
 
 import lmdb
 
-from kvstore.core.errors import KVStoreError, TierUnavailable
+from kvstore.core.errors import TierUnavailable
 
 
-class DamagedEnvironment(KVStoreError):
+class DamagedEnvironment(TierUnavailable):
     """The file is no LMDB environment, or not a whole one; nothing in it can be trusted."""
+
+
+DAMAGE: Final = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.InvalidError,
+    lmdb.VersionMismatchError,
+    lmdb.IncompatibleError,
+    lmdb.CursorFullError,
+    lmdb.PageFullError,
+    lmdb.BadValsizeError,
+)
+"""What LMDB raises where a page does not hold what it must: the content is at fault, not the disk."""
 
 
 def open_environment(path: Path, map_bytes: int) -> lmdb.Environment:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import ge
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.errors import KVStoreError, TierUnavailable
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from tiers.columns import ENTRY, Columns
-from tiers.environment import DamagedEnvironment, open_environment, sync_folder
+from tiers.environment import DAMAGE, DamagedEnvironment, open_environment, sync_folder
 
 # An entry takes 134 bytes of a leaf page, pages of random keys are about two thirds full, and LMDB writes changed
 # pages to new places, keeping the old ones until the transaction after the next: twice the filled room is plenty.
@@ -59,7 +60,8 @@ class IndexEntry:
 class BlockIndex:
     """Thread-safe. Every change is one transaction that is durable on return; commits stand in line, as LMDB's own do.
 
-    All calls but `close` raise TierUnavailable where the disk fails.
+    All calls but `close` raise TierUnavailable where the disk fails, and DamagedEnvironment, which is one, where a page
+    is not what it must be.
     """
 
     def __init__(self, path: Path, map_bytes: int) -> None:
@@ -128,7 +130,10 @@ class BlockIndex:
         return moved
 
     def columns(self) -> Iterator[Columns]:
-        """Yield every entry, some thousands at a time; those that come or go meanwhile may or may not be among them."""
+        """Yield every entry, some thousands at a time; those that come or go meanwhile may or may not be among them.
+
+        Every leaf page is looked at, so a walk to the end finds what is damaged there.
+        """
         # In short transactions: an open reader keeps every page that is freed meanwhile from being used again.
         after = b""
         while True:
@@ -138,9 +143,15 @@ class BlockIndex:
                 batch = list(islice(cursor.iternext(), _SCAN_ENTRIES)) if found else []
             if not batch:
                 return
+            # A walk over keys that are out of order might never end, and no search finds them.
+            names = [key for key, _ in batch]
+            if names[0] < after or any(map(ge, names, islice(names, 1, None))):
+                raise DamagedEnvironment("the SSD index is damaged: its keys are out of order")
             # The smallest key behind the last one.
-            after = batch[-1][0] + b"\0"
+            after = names[-1] + b"\0"
             whole = [(key, value) for key, value in batch if len(key) == KEY_BYTES and len(value) == _ENTRY.size]
+            if len(whole) + (_FORMAT_NAME in names) < len(batch):
+                raise DamagedEnvironment("the SSD index is damaged: it has entries of other lengths")
             keys = b"".join([key for key, _ in whole])
             entries = np.frombuffer(b"".join([value for _, value in whole]), dtype=ENTRY)
             if whole:
@@ -244,6 +255,8 @@ class _FaultsAsUnavailable:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, lmdb.MapFullError | lmdb.TxnFullError | lmdb.DiskError):
             raise IndexFull(str(error)) from error
+        if isinstance(error, DAMAGE):
+            raise DamagedEnvironment(f"the SSD index is damaged: {error}") from error
         if isinstance(error, lmdb.Error):
             raise TierUnavailable(f"the SSD index failed: {error}") from error
 

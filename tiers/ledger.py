@@ -12,6 +12,7 @@ from threading import Lock
 from kvstore.core.key import BlockKey
 from tiers import reconcile
 from tiers.direct import record_size
+from tiers.environment import DamagedEnvironment, remove_environment
 from tiers.faults import FaultCounter
 from tiers.index import BYTES_PER_ENTRY, BlockIndex, IndexEntry, IndexFull, Place
 from tiers.segments import Segments
@@ -25,6 +26,7 @@ class Ledger:
         self._folder = folder
         self._space = space
         self._faults = faults
+        self._index_path = folder / "index.mdb"
         self._counts_lock = Lock()
         self._num_blocks = self._used_bytes = 0
         self.index: BlockIndex
@@ -32,7 +34,23 @@ class Ledger:
 
     def open(self, empty: Callable[[int], None], opened: contextlib.ExitStack) -> None:
         """Open index and segments and bring them into agreement, below the cap; `opened` is told what to close.
-        `empty` is what `Segments` wants. Raises TierUnavailable and OSError."""
+        `empty` is what `Segments` wants. An index that is damaged anywhere is replaced by an empty one. Raises
+        TierUnavailable and OSError."""
+        try:
+            with contextlib.ExitStack() as attempt:
+                self._open(empty, attempt)
+                opened.enter_context(attempt.pop_all())
+        except DamagedEnvironment as error:
+            self._faults.count("index_lost", detail=error)
+            remove_environment(self._index_path)
+            self._open(empty, opened)
+
+    def condemn(self) -> None:
+        """The index turned out to be damaged while it was in use: the next `open` begins with an empty one."""
+        with contextlib.suppress(OSError):
+            remove_environment(self._index_path)
+
+    def _open(self, empty: Callable[[int], None], opened: contextlib.ExitStack) -> None:
         self.segments = Segments(
             self._folder / "segments",
             segment_bytes=self._space.segment_bytes,
@@ -41,7 +59,7 @@ class Ledger:
             empty=empty,
         )
         opened.callback(self.segments.close)
-        path = self._folder / "index.mdb"
+        path = self._index_path
         self.index = reconcile.open_index(path, self._space, self.segments.num_slots, self._faults)
         # Looked up when called: compaction replaces the index.
         opened.callback(lambda: self.index.close())

@@ -13,6 +13,8 @@ from kvstore.core.errors import CorruptBlock, WrongKey
 from kvstore.core.outcome import Outcome
 from tiers.codec import Codec
 from tiers.crew import Crew, Job
+from tiers.direct import RecordFile
+from tiers.environment import DamagedEnvironment
 from tiers.faults import FaultCounter
 from tiers.index import BlockIndex, IndexEntry
 from tiers.pieces import Incoming, PieceMover
@@ -56,9 +58,16 @@ class BlockReader:
                 by_segment[entry.place.segment].append(self._incoming(findings, number, entry, into[number]))
             jobs: list[Job] = []
             for segment, incoming in by_segment.items():
-                jobs += self._mover.read_jobs(self._segments.file(segment), incoming)
+                jobs += self._mover.read_jobs(self._file(segment), incoming)
             self._crew.run(jobs)
         return findings
+
+    def _file(self, number: int) -> RecordFile:
+        try:
+            return self._segments.file(number)
+        except KeyError:
+            # Every segment that the index named at the start was there, and none with a block in it goes.
+            raise DamagedEnvironment(f"the SSD index names segment {number}, which there is not") from None
 
     def _incoming(self, findings: Findings, number: int, entry: IndexEntry, into: memoryview) -> Incoming:
         def accept(header: memoryview | None, stored: memoryview) -> None:

@@ -17,7 +17,7 @@ import lmdb
 from kvstore.core.errors import CorruptBlock, TierUnavailable, WrongKey
 from tiers.base import Record
 from tiers.calls import RunningCalls
-from tiers.environment import DamagedEnvironment, lock_path, open_environment
+from tiers.environment import DAMAGE, DamagedEnvironment, lock_path, open_environment
 from tiers.faults import FaultCounter
 from tiers.names import check_name
 from tiers.scrub import Inspected, fault_of
@@ -49,7 +49,7 @@ class LmdbRecords:
         self._keys = keys
         self._faults = FaultCounter("records") if faults is None else faults
         try:
-            self._environment: Any = open_environment(path, max_bytes)
+            self._environment: Any = _open_checked(path, max_bytes)
         except DamagedEnvironment as error:
             kept = _set_aside(path)
             _logger.error("the session records are damaged (%s) and were set aside as %s", error, kept.name)
@@ -154,6 +154,22 @@ class LmdbRecords:
             raise TierUnavailable(f"the record store has no room left: {error}") from error
         except lmdb.Error as error:
             raise TierUnavailable(f"the record store failed: {error}") from error
+
+
+def _open_checked(path: Path, max_bytes: int) -> Any:
+    """Open the environment and look at every page that has names on it. Raises as `open_environment` does."""
+    environment = open_environment(path, max_bytes)
+    try:
+        with environment.begin() as transaction:
+            for _ in transaction.cursor().iternext(keys=True, values=False):
+                pass
+    except DAMAGE as error:
+        environment.close()
+        raise DamagedEnvironment(f"{path.name} is damaged: {error}") from error
+    except lmdb.Error as error:
+        environment.close()
+        raise TierUnavailable(f"cannot read {path}: {error}") from error
+    return environment
 
 
 def _keys_from(transaction: Any, after: bytes, prefix: bytes) -> list[bytes]:

@@ -1,10 +1,12 @@
 """One segment file of the SSD tier and which of its slots are taken."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.direct import RecordFile
+from tiers.footing import is_at
 from tiers.index import Place
 
 
@@ -26,6 +28,11 @@ class Segment:
     def num_free(self) -> int:
         """How many slots can be taken."""
         return 0 if self.is_emptying else len(self.taken) - self.num_taken
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the open file is still the one in the folder."""
+        return is_at(os.fstat(self.file.descriptor), self.path)
 
     def take(self, count: int) -> list[Place]:
         """Take up to `count` free slots, in ascending runs: next fit keeps batches adjacent."""

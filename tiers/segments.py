@@ -188,6 +188,15 @@ class Segments:
         with self._lock:
             return {segment.path.name for segment in self._segments.values()}
 
+    def displaced(self, numbers: Collection[int] | None = None) -> Path | None:
+        """Return a segment's path that no longer leads to the file we have open, among `numbers` or all; None where all
+        do."""
+        with self._lock:
+            for number in self._segments if numbers is None else numbers:
+                if not self._segments[number].is_in_place:
+                    return self._segments[number].path
+        return None
+
     def retire(self, places: Sequence[Place]) -> None:
         """Free slots of blocks that were deleted, durably, once no read that began before is left."""
         with self._lock:

@@ -35,8 +35,9 @@ from tiers.crew import Crew
 from tiers.direct import record_size
 from tiers.dirlock import FolderLock, own_folder
 from tiers.emptying import Emptier
-from tiers.environment import sync_folder
+from tiers.environment import DamagedEnvironment, sync_folder
 from tiers.faults import FaultCounter
+from tiers.footing import Footing
 from tiers.index import IndexEntry, IndexFull, Place
 from tiers.ledger import Ledger
 from tiers.otherkeys import OtherKeys
@@ -97,6 +98,7 @@ class SsdTier:
         self._calls = RunningCalls()
         self._locked: OtherKeys[IndexEntry] = OtherKeys()
         self._record_bytes = MIB
+        self._trouble = ""
         with contextlib.ExitStack() as opened:
             try:
                 self._open(path, opened, lock_wait_s, clock, sleep)
@@ -180,17 +182,19 @@ class SsdTier:
             self._ledger.drop,
             orders,
         )
-        steps = scrub.steps(self.usage().blocks)
+        steps = scrub.steps(self._ledger.totals()[0])
         while True:
             # Entered for each step, so that whoever leaves a walk half way does not keep the tier from closing.
             with self._calls.enter() as is_open:
                 if not is_open:
                     raise TierUnavailable("the SSD tier is closed")
+                if why := self.trouble():
+                    raise TierUnavailable(why)
                 try:
                     step = next(steps)
                 except StopIteration:
                     return
-                except IndexFull as error:
+                except (IndexFull, OSError) as error:
                     raise TierUnavailable(str(error)) from error
             yield step
 
@@ -204,6 +208,14 @@ class SsdTier:
             self._opened.close()
         else:
             _logger.error("ssd tier: calls still run after %.0f s; left open", _CLOSE_WAIT_S)
+
+    def trouble(self) -> str:
+        """Look whether the folder is still what was opened; return what is wrong, "" where nothing is. What is wrong
+        stays so until the tier is closed and opened again, which drops what is lost. Meanwhile it answers, but stores
+        nothing."""
+        if not self._trouble and (path := self._footing.displaced() or self._segments.displaced()):
+            self._lose("displaced", f"{path.name} was removed or replaced")
+        return self._trouble
 
     def check_integrity(self) -> None:
         """Assert that index, slots and counts agree. No other call may be running."""
@@ -236,6 +248,7 @@ class SsdTier:
             path / "records.mdb", self._space.max_record_bytes, keys=self._codec.keys, faults=self._faults
         )
         opened.callback(self.records.close)
+        self._footing = Footing([path / name for name in ("lock", "index.mdb", "records.mdb")])
         # The names of new files, too, must outlive a loss of power.
         sync_folder(path)
         sync_folder(path.parent)
@@ -321,6 +334,13 @@ class SsdTier:
         """Make the entries visible in one durable transaction."""
         if not entries:
             return
+        numbers = {entry.place.segment for entry in entries.values()}
+        if not self._trouble and (path := self._footing.displaced() or self._segments.displaced(numbers)):
+            # It would be gone at the next start, and nothing may be called durable that is.
+            self._lose("displaced", f"{path.name} was removed or replaced")
+        if self._trouble:
+            self._segments.give_back([entry.place for entry in entries.values()])
+            raise TierUnavailable(self._trouble)
         try:
             inserted = self._ledger.publish(list(entries.values()))
         except IndexFull as error:
@@ -344,5 +364,13 @@ class SsdTier:
         """Swallow and count a fault of the disk; the caller then answers UNAVAILABLE."""
         try:
             yield
+        except DamagedEnvironment as error:
+            self._lose("index_damaged", str(error))
+            self._ledger.condemn()
         except (TierUnavailable, IndexFull, OSError) as error:
             self._faults.count("unavailable", detail=error)
+
+    def _lose(self, fault: str, why: str) -> None:
+        if not self._trouble:
+            self._trouble = why
+            self._faults.count(fault, detail=why)

@@ -42,8 +42,9 @@ class Demoter:
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
         on_existing: Callable[[int], None] = lambda _: None,
+        on_stored: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_existing` is told of each block that the tier turned out to have."""
+        """`on_existing` is told of each block that the tier turned out to have, `on_stored` of each that it has now."""
         self._tier = tier
         self._catalog = catalog
         self._ram = ram
@@ -53,6 +54,7 @@ class Demoter:
         self._on_fault = on_fault
         self._clock = clock
         self._on_existing = on_existing
+        self._on_stored = on_stored
         self._queue: OrderedDict[int, None] = OrderedDict()
         self._failed: dict[int, None] = {}
         self._under_way: set[int] = set()
@@ -176,6 +178,7 @@ class Demoter:
             self._catalog.set_resident(block, self._tier)
             if self._tier in self._room.policies:
                 self._room.policies[self._tier].on_insert([block])
+        self._on_stored(block)
 
     def _put_away(self, block: int) -> None:
         """Free the slot of a block that was brought into RAM only to be copied: nobody asked for it there."""

@@ -30,6 +30,7 @@ from kvstore.store.grants import Grants
 from kvstore.store.lease import MAX_LEASES, LeaseTable
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
+from kvstore.store.review import Review
 from kvstore.store.room import Room
 from kvstore.store.session import SessionTable
 from kvstore.store.session_requests import SessionRequests
@@ -93,8 +94,9 @@ class Store:
             self._discovery = Discovery(catalog, links[TierKind.S3], self._borrowed, clock)
         for tier, link in links.items():
             existing = self._borrowed.add if tier == TierKind.S3 else _nothing
+            stored = _nothing if tier == TierKind.S3 else self._stored_on_ssd
             self._demoters[tier] = Demoter(
-                tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, existing
+                tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, existing, stored
             )
         self._session_table = SessionTable(
             catalog,
@@ -113,6 +115,13 @@ class Store:
         self._next_liveness = self._next_housekeeping = self._next_expiry = 0.0
         self._was_ready = dict.fromkeys(links, False)
         self.is_recovered = TierKind.SSD not in links
+        self._review = Review(
+            catalog,
+            self._session_table,
+            lambda block: self._on_lost(block, TierKind.SSD, Outcome.MISS),
+            self._errors.add,
+            lambda: self._write_down(catalog.blocks_only_in_ram()),
+        )
 
     # ------------------------------------------------------------ the control loop
 
@@ -150,12 +159,13 @@ class Store:
         loading = any(link.is_loading for link in self._links.values())
         for link in self._links.values():
             link.pump(loading)
+        self._review.pump()
         self._fetches.flush()
 
     def next_deadline(self) -> float:
         """When `turn` must be called even if nothing happens."""
         busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self.sessions.is_busy
-        busy = busy or bool(self._discovery)
+        busy = busy or bool(self._discovery) or self._review.is_busy
         deadlines = [self._clock() + (0.02 if busy else _HOUSEKEEPING_EVERY_S)]
         for deadline in (self._fetches.next_deadline(), self.sessions.next_deadline()):
             if deadline is not None:
@@ -172,10 +182,14 @@ class Store:
             blocks = found[np.sort(np.unique(found, return_index=True)[1])]
             if self._room.deleting[TierKind.SSD]:
                 blocks = blocks[~np.isin(blocks, list(self._room.deleting[TierKind.SSD]))]
+            self._review.saw(blocks)
             inserted = self._catalog.set_resident_many(blocks, TierKind.SSD)
             self._room.policies[TierKind.SSD].on_insert(inserted)
         for data in reply.records:
-            self.sessions.recover(data)
+            if self._review.is_running:
+                self._review.saw_record(data)
+            else:
+                self.sessions.recover(data)
 
     def drain(self) -> None:
         """Nothing new is stored from here on; see `is_drained`."""
@@ -371,13 +385,17 @@ class Store:
 
     def _on_ssd_ready(self, link: WorkerLink) -> None:
         """The SSD tier has been opened, at the start or again: learn what it holds, and copy what it missed."""
-        if not self.is_recovered:
-            link.record(ops.Recover(link.next_op(), _ALL_RECORDS), self._on_recovered)
+        if self.is_recovered:
+            self._review.begin()
+        link.record(ops.Recover(link.next_op(), _ALL_RECORDS), self._on_recovered)
         self._write_down(self._catalog.blocks_only_in_ram())
 
     def _on_recovered(self, result: ops.Result) -> None:
         if result.outcome != Outcome.OK:
             return  # the worker died; the next one is asked again
+        if self._review.is_running:
+            self._review.end()
+            return
         self.is_recovered = True
         # Nothing is known of when a block was used last, but when its session was is.
         for session in sorted(self._session_table, key=lambda session: session.last_turn_s):
@@ -415,6 +433,9 @@ class Store:
                 block = self._catalog.parent(block)
             for missing in reversed(chain):
                 demoter.add(missing)
+
+    def _stored_on_ssd(self, block: int) -> None:
+        self._review.saw(block)
 
     def _on_loaded(self, block: int) -> None:
         self._room.policies[TierKind.RAM].on_insert([block])

@@ -50,6 +50,8 @@ _log = logging.getLogger(__name__)
 _RECOVERED_AHEAD = 4
 _RECORD_BYTES_PER_MESSAGE = 256 << 10
 _LOOK_EVERY_S = 0.5
+# Whether the files of a tier are still there.
+_LOOK_AT_TIER_EVERY_S = 5.0
 SSD_BATCH_BYTES = 32 << 20
 # One batch is written while the other is being synced.
 SSD_WRITERS = 2
@@ -134,6 +136,7 @@ class Worker:
         # As many as there are kinds of faults.
         self._reasons_logged: set[str] = set()
         self._is_stopping = False
+        self._next_look = time.monotonic() + _LOOK_AT_TIER_EVERY_S
         self._reads_lock = threading.Lock()
         self._num_reads = 0
         self._scrubber = Scrubber(cast(ScrubbedTier, tier), self.answer, lambda: self._num_reads > 0)
@@ -157,7 +160,12 @@ class Worker:
         poller.register(self._wake, zmq.POLLIN)
         going_on = True
         while going_on:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(int(1000 * _LOOK_AT_TIER_EVERY_S)))
+            if (why := self._trouble()) and going_on:
+                # The next worker opens the tier anew, and what was lost with it is found out.
+                self.answer(ops.Failed(f"{why}; the tier is opened anew", fatal=False))
+                self._send_answers()
+                break
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if self._socket in ready:
@@ -167,6 +175,16 @@ class Worker:
             self.janitor.stop()
             tidying.join(_JANITOR_STOP_S)
         self._finish()
+
+    def _trouble(self) -> str:
+        """Say what is wrong with the tier that only opening it anew can put right; looks at it now and then, and when
+        something was UNAVAILABLE."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return ""
+        self._next_look = now + _LOOK_AT_TIER_EVERY_S
+        look = getattr(self._tier, "trouble", None)
+        return str(look()) if callable(look) else ""
 
     def _accept(self, accepted: list[ops.Op]) -> bool:
         changes: list[Change] = []
@@ -245,6 +263,8 @@ class Worker:
             result = ops.Result(op, Outcome.UNAVAILABLE)
         seconds = time.monotonic() - started
         # First, so that whoever is told of a fault finds it counted.
+        if result.outcome == Outcome.UNAVAILABLE:
+            self._next_look = 0.0
         if result.outcome == Outcome.UNAVAILABLE or self._has_news():
             self.answer(self._level())
         self.answer(msgspec.structs.replace(result, seconds=seconds))
@@ -329,6 +349,8 @@ class Worker:
         except Exception:
             _log.exception("a batch of %d writes failed", len(batch))
             outcomes = [Outcome.UNAVAILABLE] * len(batch)
+        if Outcome.UNAVAILABLE in outcomes:
+            self._next_look = 0.0
         seconds = (time.monotonic() - started) / len(batch)
         for op, outcome in zip(batch, outcomes, strict=True):
             self.answer(ops.Result(op.op, outcome, seconds=seconds))
