@@ -188,7 +188,7 @@ class SsdTier:
             with self._calls.enter() as is_open:
                 if not is_open:
                     raise TierUnavailable("the SSD tier is closed")
-                if why := self.trouble():
+                if why := self.needs_reopening():
                     raise TierUnavailable(why)
                 try:
                     step = next(steps)
@@ -209,7 +209,7 @@ class SsdTier:
         else:
             _logger.error("ssd tier: calls still run after %.0f s; left open", _CLOSE_WAIT_S)
 
-    def trouble(self) -> str:
+    def needs_reopening(self) -> str:
         """Look whether the folder is still what was opened; return what is wrong, "" where nothing is. What is wrong
         stays so until the tier is closed and opened again, which drops what is lost. Meanwhile it answers, but stores
         nothing."""

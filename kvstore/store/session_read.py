@@ -77,9 +77,10 @@ class SessionReader:
             return None
         present = self._table.get(record.session_key)
         if present is not None:
-            is_same = present.created_s == record.created_s and record.s3_revision == record.revision
-            if is_same or self._burials.covers(record):
-                return None  # the bucket has told of it already, and of whatever came after
+            # Told of already, by a worker that died then, or by the bucket, with whatever came after.
+            is_told = record.revision in (record.s3_revision, present.ssd_revision)
+            if (is_told and present.created_s == record.created_s) or self._burials.covers(record):
+                return None
             # The disk came late, and the session was begun anew meanwhile: what was there before goes on as a fork.
             forked_id = self._table.fork_id(record.session_key)
             record = msgspec.structs.replace(

@@ -161,7 +161,7 @@ class Worker:
         going_on = True
         while going_on:
             ready = dict(poller.poll(int(1000 * _LOOK_AT_TIER_EVERY_S)))
-            if (why := self._trouble()) and going_on:
+            if (why := self._needs_reopening()) and going_on:
                 # The next worker opens the tier anew, and what was lost with it is found out.
                 self.answer(ops.Failed(f"{why}; the tier is opened anew", fatal=False))
                 self._send_answers()
@@ -176,14 +176,14 @@ class Worker:
             tidying.join(_JANITOR_STOP_S)
         self._finish()
 
-    def _trouble(self) -> str:
+    def _needs_reopening(self) -> str:
         """Say what is wrong with the tier that only opening it anew can put right; looks at it now and then, and when
         something was UNAVAILABLE."""
         now = time.monotonic()
         if now < self._next_look:
             return ""
         self._next_look = now + _LOOK_AT_TIER_EVERY_S
-        look = getattr(self._tier, "trouble", None)
+        look = getattr(self._tier, "needs_reopening", None)
         return str(look()) if callable(look) else ""
 
     def _accept(self, accepted: list[ops.Op]) -> bool:

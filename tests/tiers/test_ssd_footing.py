@@ -117,9 +117,9 @@ def test_an_index_that_is_damaged_under_the_tier_is_replaced_when_it_is_opened_a
     for offset in pages(folder / "index.mdb", _LEAF):
         overwrite(folder / "index.mdb", offset, b"\xa5" * PAGE)
     assert set(read(tier)) == {Outcome.UNAVAILABLE}
-    assert "damaged" in tier.trouble()
+    assert "damaged" in tier.needs_reopening()
     tier = opened()
-    assert tier.trouble() == ""
+    assert tier.needs_reopening() == ""
     assert store(tier) == {Outcome.OK}
     assert set(read(tier)) == {Outcome.OK}
 
@@ -170,7 +170,7 @@ def test_a_segment_that_is_taken_away_is_noticed_without_a_write_to_it(opened: O
     tier = opened()
     store(tier)
     min((folder / "segments").iterdir()).unlink()
-    assert "removed or replaced" in tier.trouble()
+    assert "removed or replaced" in tier.needs_reopening()
 
 
 @pytest.mark.parametrize(
@@ -191,16 +191,16 @@ def test_nothing_is_called_durable_that_goes_to_files_which_were_taken_away(
     start they were gone."""
     tier = opened()
     store(tier, BLOCKS[:300])
-    assert tier.trouble() == ""
+    assert tier.needs_reopening() == ""
     harm(folder)
     # Into free slots of the last segment.
     assert store(tier, BLOCKS[300:310]) == {Outcome.UNAVAILABLE}
-    assert "removed or replaced" in tier.trouble()
+    assert "removed or replaced" in tier.needs_reopening()
     assert tier.faults()["displaced"] == 1
     with pytest.raises(Exception, match="removed or replaced"):
         list(tier.scrub(Orders()))
     tier = opened()
-    assert tier.trouble() == ""
+    assert tier.needs_reopening() == ""
     assert store(tier) <= {Outcome.OK, Outcome.EXISTS}
     assert set(read(tier)) == {Outcome.OK}
     tier.check_integrity()
