@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from kvstore.bench.settings import PARTS, BenchSettings, Sizes
 from kvstore.commands.common import ConfigOption, JsonOption, print_json, print_table
+from kvstore.core.errors import KVStoreError, TierUnavailable
 from kvstore.core.units import parse_size
 from kvstore.settings import load
 
@@ -19,6 +20,10 @@ EXAMPLE: Final = "Example: kvstore bench tiers --only ram,ssd --block-bytes 2MiB
 app = typer.Typer(help="Measure this machine, and what kvstore makes of it.", epilog=EXAMPLE, no_args_is_help=True)
 _DEFAULT_SIZES: Final = (("2MiB", 64), ("32MiB", 8))
 _DEFAULT_BLOCKS: Final = 64
+
+
+class BenchFailed(KVStoreError):
+    """The machine does not have what the benchmark needs."""
 
 
 @app.command(epilog=EXAMPLE)
@@ -55,19 +60,25 @@ def tiers(
     # Only here: the other commands start faster without them.
     from kvstore.bench import report, tiers
 
-    with _folders(ssd_dir or Path(loaded.ssd.path).parent, Path(loaded.ram.shm_dir)) as (folder, shm_dir):
-        settings = BenchSettings(
-            folder,
-            shm_dir,
-            sizes,
-            rounds=rounds,
-            parts=parts,
-            ssd_threads=loaded.ssd.threads,
-            s3_threads=loaded.s3.threads,
-            catalog_blocks=catalog_blocks,
-        )
-        with _Bar() as bar:
-            measured = tiers.run(settings, bar)
+    try:
+        with _folders(ssd_dir or Path(loaded.ssd.path).parent, Path(loaded.ram.shm_dir)) as (folder, shm_dir):
+            settings = BenchSettings(
+                folder,
+                shm_dir,
+                sizes,
+                rounds=rounds,
+                parts=parts,
+                ssd_threads=loaded.ssd.threads,
+                s3_threads=loaded.s3.threads,
+                catalog_blocks=catalog_blocks,
+            )
+            with _Bar() as bar:
+                measured = tiers.run(settings, bar)
+    except (OSError, MemoryError, TierUnavailable) as error:
+        # No daemon of the user's has to do with it, and no fault of ours: the disk or the memory does not suffice.
+        raise BenchFailed(
+            f"the benchmark cannot go on: {error}; choose another --ssd-dir, or fewer --blocks"
+        ) from error
     if json:
         print_json(measured)
         return

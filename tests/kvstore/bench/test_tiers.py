@@ -71,3 +71,25 @@ def test_the_command_refuses_what_makes_no_sense(arguments: list[str]) -> None:
 
 def test_every_part_can_be_named() -> None:
     assert set(KEYS) | {"daemon"} == set(PARTS)
+
+
+def benched(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", "from kvstore.cli import main; main()", "bench", "tiers", "--rounds", "1"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_machine_that_does_not_suffice_is_told_of_without_a_traceback(tmp_path: Path) -> None:
+    """It ended with a traceback, or with the advice to start the daemon, which has nothing to do with it."""
+    file = tmp_path / "file"
+    file.touch()
+    tries = (
+        ("--only", "ssd", "--ssd-dir", str(file), "--blocks", "2", "--block-bytes", "64KiB"),
+        ("--only", "ram", "--ssd-dir", str(tmp_path), "--blocks", "2", "--block-bytes", "100TiB"),
+    )
+    for arguments in tries:
+        done = benched(*arguments)
+        assert done.returncode == 1
+        assert "the benchmark cannot go on" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Is it running" not in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
