@@ -204,21 +204,26 @@ class Sweep:
         num_taken = min(int(np.searchsorted(freed, too_much)) + 1, len(places))
         first = len(places) - num_taken
         chosen = first + np.flatnonzero(mine[first:])
+        gone = self._give_up(session, chosen) if len(chosen) else []
+        if gone is None:
+            return  # it is in use, with what it shares
         if num_taken == len(places):
             counts[places] -= 1  # what it shares is the others' alone now
-        if not len(chosen):
-            return
-        read = self._index.read(session.name)
-        if read is None or read[1] != session.etag:
-            return  # it is in use
-        record = read[0]
-        fewer = msgspec.structs.replace(record, s3_blocks=min(record.s3_blocks, int(chosen[0])))
-        self._go_on()
-        if self._records.put(session.name, records.encode(fewer), if_match=session.etag) is None:
-            return
-        keys = split_keys(record.keys)
-        gone = [keys[index] for index in chosen[::-1]]
         delete_in_order(self._inventory, gone, self._go_on, self._deleted, "size_blocks")
         self.num_blocks -= len(gone)
         self.num_bytes -= int(sizes[places[chosen]].sum())
         sizes[places[chosen]] = 0
+
+    def _give_up(self, session: SessionInBucket, chosen: npt.NDArray[np.intp]) -> list[BlockKey] | None:
+        """Have the record say that the bucket lacks these of its blocks (places in the prefix, ascending); return their
+        keys, last first. None: the record has changed."""
+        read = self._index.read(session.name)
+        if read is None or read[1] != session.etag:
+            return None
+        record = read[0]
+        fewer = msgspec.structs.replace(record, s3_blocks=min(record.s3_blocks, int(chosen[0])))
+        self._go_on()
+        if self._records.put(session.name, records.encode(fewer), if_match=session.etag) is None:
+            return None
+        keys = split_keys(record.keys)
+        return [keys[index] for index in chosen[::-1]]

@@ -297,6 +297,28 @@ def test_a_session_that_goes_on_while_its_blocks_are_to_go_keeps_them(make_rig: 
     assert in_bucket(bucket) == 4
 
 
+def test_what_a_session_in_use_shares_is_not_taken_through_another(make_rig: MakeRig, bucket: Bucket) -> None:
+    """The session that was in use had given up its claim by then, so the next one took the shared head for its own."""
+    rig = make_rig(**bucket.options(), janitor=replace(JANITOR, max_bytes=8192))
+    engine = rig.attach(NAMESPACE)
+    turn(rig, engine, 10)
+    rig.settle(seconds=2.0)
+    rig.store.session_put(engine, put(4, session_id="shares"))
+    rig.settle(seconds=10.0)
+    janitor = rig.links[TierKind.S3].worker.janitor
+    assert janitor is not None
+    read = janitor._index.read
+
+    def goes_on(name: str) -> object:
+        if name == NAME:
+            bucket.records.put(NAME, bucket.records.records[NAME].data)
+        return read(name)
+
+    janitor._index.read = goes_on  # type: ignore[method-assign, assignment]
+    rig.settle(seconds=500.0)
+    assert in_bucket(bucket) == 10
+
+
 def test_where_many_records_cannot_be_read_nothing_counts_as_nobodys(make_rig: MakeRig, bucket: Bucket) -> None:
     rig = make_rig(**bucket.options(), janitor=replace(JANITOR, orphan_grace_s=10.0))
     turn(rig, rig.attach(NAMESPACE), 4)
