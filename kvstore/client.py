@@ -139,7 +139,7 @@ class Client:
     def fetch(self, keys: Sequence[BlockKey], deadline_s: float) -> FetchStream:
         """Begin to bring the blocks into the region; what has not landed after `deadline_s` answers TIMED_OUT.
 
-        Until the stream is left this client is busy with it.
+        Until the stream is left this client is busy with it. No keys: a stream that is done.
         """
         attached = self.attach(min(self._deadline_s, deadline_s))
         return FetchStream(self, attached, wire.Fetch(join_keys(keys), deadline_s))
@@ -150,6 +150,8 @@ class Client:
         """Ask for slots for consecutive blocks of one prefix; `parent` is the key before the first (the namespace's
         root at depth 0), at most 1024 at once. What is granted must be committed, as written or not."""
         self._give_back_unanswered()
+        if not keys:
+            return StoreGrant([], 0.0)
         request = wire.Store(join_keys(keys), parent, depth)
         granted, attached = self._ask_attached(request, wire.Granted, deadline_s)
         if len(granted.slots) != len(keys):

@@ -50,12 +50,12 @@ class FetchStream:
     """The blocks of one fetch, as they land. Leaving it ends all pins; thread-confined, one at a time per client."""
 
     def __init__(self, client: Channel, attached: Attached, request: wire.Fetch) -> None:
-        """Sends the request. Raises TierUnavailable and ProtocolError."""
-        self.done = False
+        """Sends the request, unless it is for no blocks: then all is done. Raises TierUnavailable and ProtocolError."""
+        self.done = not request.keys
         self._client = client
         self._attached = attached
         self._request = request
-        self._sequence = client.send(attached, request)
+        self._sequence = 0 if self.done else client.send(attached, request)
         self._was_sent_again = False
         self._lease: int | None = None
         self._stale = 0

@@ -94,6 +94,16 @@ def test_leaving_a_fetch_before_anything_has_landed_gives_it_up(daemon: FakeDaem
     assert daemon.requests[-1] == wire.Release(9, None, 0)
 
 
+def test_no_blocks_are_fetched_and_stored_without_asking(daemon: FakeDaemon, client: Client) -> None:
+    """A prompt of which nothing is cached yet ended the README's example with a ProtocolError."""
+    daemon.answer = lambda request: [wire.Error(ErrorCode.BAD_REQUEST, "no keys")]
+    with client.fetch([], 5.0) as stream:
+        assert stream.done and stream.landed(2.0) == []
+    assert client.store([], NAMESPACE.root(), 0).blocks == []
+    assert client.commit([], [], []) == []
+    assert not [request for request in daemon.requests if isinstance(request, wire.Fetch | wire.Store | wire.Commit)]
+
+
 def test_a_slot_outside_of_the_region_is_a_miss_and_never_read(daemon: FakeDaemon, client: Client) -> None:
     daemon.answer = lambda request: [wire.Landed(9, [Slot(0, Outcome.OK, 1 << 40, 0, 1)], True)]
     with client.fetch(KEYS, 5.0) as stream:
