@@ -51,7 +51,7 @@ def stats(
     run_dir: RunDirOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Show what the tiers hold and served, and what was missed and why.
+    """Show what the tiers hold and served, and why they missed.
 
     The hit ratio is the share of all prompt tokens whose KV came from that tier. Of the missed, "never_stored" is new
     text, and "partial_block" the rest of a prompt that fills no block: both are as they should be. "evicted", "lost",
