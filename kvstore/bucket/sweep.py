@@ -94,12 +94,12 @@ class Sweep:
         self._index.refresh()
         self._expire(now_s)
         self._graves.bury(now_s)
-        marks, counts = self._index.marks()
+        marks, _ = self._index.marks()
         sizes = np.zeros(len(marks), dtype=np.int64)
         loose = self._walk(marks, sizes, now_s)
         self._abort_uploads(now_s)
         if self._limits.max_bytes and self.num_bytes > self._limits.max_bytes:
-            self._shrink(marks, counts, sizes, loose)
+            self._shrink(marks, sizes, loose)
 
     def _expire(self, now_s: float) -> None:
         for session in self._index.sessions:
@@ -165,19 +165,27 @@ class Sweep:
 
     # ------------------------------------------------------------ too much
 
-    def _shrink(self, marks: Marks, counts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], loose: _Loose) -> None:
+    def _shrink(self, listed: Marks, listed_sizes: npt.NDArray[np.int64], loose: _Loose) -> None:
+        """`listed_sizes[i]`: the size of the block `listed[i]`."""
         target = int(self._limits.max_bytes * _LOW)
-        self._drop_loose(loose, target)
+        # Sessions may have come while the blocks were listed, and share some.
+        self._index.refresh()
+        marks, counts = self._index.marks()
+        is_known = is_among(marks, listed)
+        sizes = np.zeros(len(marks), dtype=np.int64)
+        sizes[is_known] = listed_sizes[np.searchsorted(listed, marks[is_known])]
+        self._drop_loose(loose, marks, target)
         for session in sorted(self._index.sessions, key=lambda s: (s.pinned, s.last_turn_s)):
             if self.num_bytes <= target:
                 return
             self._strip(session, marks, counts, sizes, target)
 
-    def _drop_loose(self, loose: _Loose, target: int) -> None:
+    def _drop_loose(self, loose: _Loose, marks: Marks, target: int) -> None:
         if not loose.keys or self.num_bytes <= target:
             return
         num_bytes = np.concatenate(loose.num_bytes)
         order = np.argsort(np.concatenate(loose.modified_s), kind="stable")
+        order = order[~is_among(marks_of(bytes(loose.keys)), marks)[order]]
         enough = int(np.searchsorted(np.cumsum(num_bytes[order]), self.num_bytes - target)) + 1
         chosen = order[:enough]
         keys = [BlockKey(bytes(loose.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])) for i in chosen]

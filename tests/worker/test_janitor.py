@@ -319,6 +319,33 @@ def test_what_a_session_in_use_shares_is_not_taken_through_another(make_rig: Mak
     assert in_bucket(bucket) == 10
 
 
+def test_what_a_session_shares_that_came_during_the_sweep_is_not_taken(make_rig: MakeRig, bucket: Bucket) -> None:
+    """How many sessions name a block was counted before a million blocks were listed, and not looked at again."""
+    rig = make_rig(**bucket.options(), janitor=replace(JANITOR, max_bytes=7 * 8192))
+    engine = rig.attach(NAMESPACE)
+    turn(rig, engine, 10)
+    rig.settle(seconds=2.0)
+    rig.put(engine, NAMESPACE, Prefix(NAMESPACE, 2, 4).keys)
+    rig.store.session_put(engine, put(4, session_id="later", seed=2))
+    rig.settle(seconds=2.0)
+    rig.store.session_put(engine, put(4, session_id="newest"))
+    rig.settle(seconds=2.0)
+    name = records.record_name(("", NAMESPACE.digest(), "newest"))
+    record = bucket.records.records.pop(name)
+    assert len(bucket.tier.blocks) == 14
+    janitor = rig.links[TierKind.S3].worker.janitor
+    assert janitor is not None
+    list_blocks = janitor._inventory.blocks
+
+    def newest_comes(following: str | None = None) -> object:
+        bucket.records.records[name] = record
+        return list_blocks(following)
+
+    janitor._inventory.blocks = newest_comes  # type: ignore[method-assign, assignment]
+    rig.settle(seconds=500.0)
+    assert len(bucket.tier.blocks) == 6 and in_bucket(bucket) == 4
+
+
 def test_where_many_records_cannot_be_read_nothing_counts_as_nobodys(make_rig: MakeRig, bucket: Bucket) -> None:
     rig = make_rig(**bucket.options(), janitor=replace(JANITOR, orphan_grace_s=10.0))
     turn(rig, rig.attach(NAMESPACE), 4)
