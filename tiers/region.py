@@ -146,6 +146,13 @@ class Region:
         """Return how much of the region huge pages hold in this process; without prefault that is not known (0)."""
         return min(self.data_bytes, pages.huge_bytes(self._address - self._start))
 
+    def is_huge(self) -> bool:
+        """Return whether the data area, but for its very end, lies on huge pages; its mapping need not be populated."""
+        for offset in range(0, self.data_bytes, HUGE_PAGE_BYTES):
+            # One touch enters the whole of a huge page.
+            self._data[offset]
+        return self.huge_bytes() > max(0, self.data_bytes - HUGE_PAGE_BYTES)
+
     def generation(self, offset: int) -> int:
         """Return the present generation of the slot at `offset`."""
         return self._generations[self._page(offset)]

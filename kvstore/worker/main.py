@@ -90,7 +90,7 @@ def main() -> int:
     socket.connect(settings.socket)
     try:
         region = Region.attach(Path(settings.region_path), settings.epoch)
-        tier, records, inventory = open_tier(settings)
+        tier, records, inventory = open_tier(settings, huge_slots=region.is_huge())
     except KVStoreError as error:
         failed = ops.Failed(str(error), fatal=isinstance(error, ConfigError))
         socket.send(ops.encoder.encode([failed]))
@@ -410,8 +410,8 @@ def _faults(tier: Tier) -> dict[str, int]:
     return dict(faults()) if callable(faults) else {}
 
 
-def open_tier(settings: WorkerSettings) -> tuple[Tier, RecordStore, Inventory | None]:
-    """Open the tier that the settings name. Raises ConfigError, TierUnavailable."""
+def open_tier(settings: WorkerSettings, *, huge_slots: bool = False) -> tuple[Tier, RecordStore, Inventory | None]:
+    """Open the tier that the settings name; `huge_slots`: as for SsdTier. Raises ConfigError, TierUnavailable."""
     # Imported here, so that the SSD's worker does not carry boto3 and the bucket's does not carry LMDB.
     codec = Codec(load_keys(settings.encryption))
     if settings.tier == "ssd":
@@ -424,6 +424,7 @@ def open_tier(settings: WorkerSettings) -> tuple[Tier, RecordStore, Inventory | 
             min_free_bytes=settings.ssd.min_free_bytes,
             segment_bytes=settings.ssd.segment_bytes,
             codec=codec,
+            huge_slots=huge_slots,
         )
         return ssd, ssd.records, None
     from tiers.autopack import AutoPacking

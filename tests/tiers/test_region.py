@@ -94,6 +94,24 @@ def test_a_region_of_huge_pages_is_a_whole_number_of_them(path: Path) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("policy", ["never", "always"])
+def test_an_attached_region_knows_whether_it_lies_on_huge_pages(tmp_path: Path, policy: str) -> None:
+    """Then the SSD tier lets the disk read and write its slots without a copy."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size=128m,huge={policy}", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root, where it may mount, can choose a tmpfs's pages")
+    try:
+        region = Region.create(folder / "region", 33 << 20, EPOCH)
+        again = Region.attach(folder / "region", EPOCH)
+        assert region.is_huge() is again.is_huge() is (policy == "always")
+        again.close()
+        region.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 def test_an_attached_region_can_be_populated_and_keeps_its_bytes(path: Path) -> None:
     region = Region.create(path, SIZE, EPOCH)
     region.view(PAGE_BYTES, 4)[:] = b"here"
