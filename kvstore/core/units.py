@@ -4,6 +4,7 @@ Covers: text to bytes or seconds and back. Does not cover: what a setting may be
 """
 
 import re
+from fractions import Fraction
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 _BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
@@ -34,10 +35,10 @@ def parse_duration(text: str) -> float:
     value, unit = _split(text)
     if unit.lower() not in _DURATIONS:
         raise ValueError(f"{text!r} is no duration: the unit must be ms, s, m, h, d or w")
-    duration = value * _DURATIONS[unit.lower()]
-    if duration > _MAX_SECONDS:
+    factor = _DURATIONS[unit.lower()]
+    if value * Fraction(factor) > _MAX_SECONDS:
         raise ValueError(f"{text!r} is no duration: it is over 300 years")
-    return duration
+    return float(value) * factor
 
 
 def format_size(num_bytes: int) -> str:
@@ -71,9 +72,10 @@ def format_duration(duration_s: float) -> str:
     return f"{duration_s:.15g}s"
 
 
-def _split(text: str) -> tuple[float, str]:
+def _split(text: str) -> tuple[Fraction, str]:
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a number with a unit")
     number, unit = match.groups()
-    return (float(number) if "." in number else int(number)), unit
+    # Exact: as a float 1.07 TB is no whole number of bytes.
+    return Fraction(number), unit

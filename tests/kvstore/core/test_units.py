@@ -17,6 +17,7 @@ from kvstore.core.units import approximate_size, format_duration, format_size, p
         ("8 gib", 8 << 30),
         ("1.5GiB", 3 << 29),
         (" 2TiB ", 2 << 40),
+        ("1.07TB", 1_070_000_000_000),
     ],
 )
 def test_a_size_is_binary_or_decimal_as_its_unit_says(text: str, num_bytes: int) -> None:
