@@ -34,6 +34,7 @@ COMMANDS = [
     ["evict"],
     ["verify"],
     ["replay"],
+    ["simulate"],
     ["chat"],
     ["demo"],
     ["bench", "tiers"],
