@@ -157,6 +157,7 @@ def test_progress_is_told_up_to_the_last_request() -> None:
 
 # GPUs, how many, rate; S3's bytes per second and latency. benchmarks/simulations.py prints all of them.
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("gpu", "gpus", "rate", "s3_bytes_per_s", "s3_latency_s"),
     [
