@@ -6,11 +6,12 @@ from typing import Final
 from policies.base import EvictableView, EvictionPolicy
 from policies.eviction.arc import Arc
 from policies.eviction.fifo import Fifo
+from policies.eviction.gittins import Gittins
 from policies.eviction.lfu import Lfu
 from policies.eviction.lru import Lru
 from policies.eviction.s3fifo import S3Fifo
 
-NAMES: Final = ("lru", "fifo", "lfu", "s3fifo", "arc")
+NAMES: Final = ("lru", "fifo", "lfu", "s3fifo", "arc", "gittins")
 
 
 def make(name: str, view: EvictableView, clock: Callable[[], float]) -> EvictionPolicy:
@@ -26,4 +27,6 @@ def make(name: str, view: EvictableView, clock: Callable[[], float]) -> Eviction
             return S3Fifo(view)
         case "arc":
             return Arc(view)
+        case "gittins":
+            return Gittins(view, clock)
     raise ValueError(f"there is no eviction policy {name!r}")
