@@ -19,7 +19,7 @@ from kvstore.worker import ops
 from tiers.ram import RamTier
 
 _RETRY_AFTER_S = 1.0
-# About as long as the tier takes to delete what is to make room.
+# What is to make room is deleted no sooner.
 _ROOM_AFTER_S = 0.01
 _MAX_TRIES = 5
 # Blocks that are being loaded in order to be written take slots from those that somebody waits for.
@@ -66,6 +66,7 @@ class Demoter:
         self._tries: dict[int, int] = {}
         self._is_refused = False
         self._not_before = 0.0
+        self._room_by = 0.0
         self.may_exist: set[int] = set()
 
     def __len__(self) -> int:
@@ -97,7 +98,7 @@ class Demoter:
                 self._order.drop(block)
 
     def pump(self, now: float) -> None:
-        if now < self._not_before:
+        if now < self._not_before or (now < self._room_by and self._room.deleting[self._tier]):
             return
         for block in reversed(self._failed):  # in the order they had
             self._put_back(block)
@@ -168,7 +169,6 @@ class Demoter:
             for stored in [block] if self._order is None else self._order.ended(block):
                 self._enter(stored)
         else:
-            self._on_fault(f"{self._tier.label}_write_{outcome.label}")
             self._try_again(block, outcome)
         self._put_away(block)
         self._catalog.unpin(block)
@@ -194,8 +194,11 @@ class Demoter:
         if outcome == Outcome.FULL and self._tier == TierKind.SSD and self._room.free_ssd(wanted_bytes):
             self._under_way.discard(block)
             self._failed[block] = None
+            # No fault: that is how a full tier takes the next block. Sooner it would only be refused again.
             self._not_before = self._clock() + _ROOM_AFTER_S
+            self._room_by = self._clock() + _RETRY_AFTER_S
             return
+        self._on_fault(f"{self._tier.label}_write_{outcome.label}")
         self._is_refused = True
         self._not_before = self._clock() + _RETRY_AFTER_S
         tries = self._tries.get(block, 0) + 1

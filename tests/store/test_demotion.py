@@ -68,6 +68,7 @@ def test_a_full_disk_gives_up_its_coldest_blocks_and_no_more_than_are_needed(mak
     assert disk.most_bytes <= 40 * 8192
     for seed in range(16, 20):
         assert len(rig.lookup(engine, Prefix(NAMESPACE, seed, 8).keys)) == 8
+    assert not rig.stats()["errors"], "that is how a full tier takes the next block, and no fault"
     assert {meta.depth for meta, _ in disk.blocks.values()} >= {0}
     rig.check()
 
