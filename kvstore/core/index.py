@@ -18,6 +18,7 @@ from kvstore.core.key import KEY_BYTES, BlockKey
 _WORDS = KEY_BYTES // 8
 _MAX_LOAD = 0.5
 _AS_WORDS = struct.Struct(f"={_WORDS}Q")
+_FOUR_TRUE = 0x01010101
 _64_BITS = (1 << 64) - 1
 
 Ids = npt.NDArray[np.int32]
@@ -73,7 +74,7 @@ class KeyIndex:
         """`find` for keys given as [num_keys, KEY_BYTES / 8] uint64."""
         positions = self.mixed(words) >> np.uint64(self._shift)
         entries = self._table[positions.view(np.int64)]
-        same = (self._keys[np.maximum(entries - 1, 0)] == words).all(axis=1) & (entries > 0)
+        same = _equal(self._keys[np.maximum(entries - 1, 0)], words) & (entries > 0)
         found: Ids = np.where(same, entries - 1, np.int32(-1))
         going_on = ~same & (entries != 0)
         if not going_on.any():
@@ -83,7 +84,7 @@ class KeyIndex:
         while len(pending):
             places = (places + 1) & self._mask
             entries = self._table[places]
-            same = (entries > 0) & (self._keys[np.maximum(entries - 1, 0)] == words[pending]).all(axis=1)
+            same = (entries > 0) & _equal(self._keys[np.maximum(entries - 1, 0)], words[pending])
             found[pending[same]] = entries[same] - 1
             going_on = ~same & (entries != 0)
             pending, places = pending[going_on], places[going_on]
@@ -195,3 +196,10 @@ class KeyIndex:
 def as_words(keys: bytes) -> Words:
     """Return joined keys as [num_keys, KEY_BYTES / 8] uint64, without a copy."""
     return np.frombuffer(keys, dtype=np.uint64).reshape(-1, _WORDS)
+
+
+def _equal(some: Words, others: Words) -> npt.NDArray[np.bool_]:
+    """Return which rows are equal."""
+    # A row's four answers are read as one number: `all` over so short an axis took a fifth of the whole lookup.
+    rows: npt.NDArray[np.bool_] = (some == others).view(np.uint32).ravel() == _FOUR_TRUE
+    return rows
