@@ -151,8 +151,8 @@ class Leafwise:
         self._touch(ids)
 
     def _use(self, ids: Ids) -> None:
-        """Blocks of the tier are used again, in prefix order."""
-        raise NotImplementedError
+        """Blocks of the tier are used again, in prefix order; unless told otherwise that renews their moments."""
+        self._touch(ids)
 
     def _leave(self, block: int) -> None:
         """A block leaves; its columns still stand."""

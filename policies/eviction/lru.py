@@ -5,12 +5,8 @@ prefix goes from its tail to its head, however its blocks came in, and a hot one
 Mooncake traces this order is worth up to 20 points of token hit ratio against touching head first.
 """
 
-from policies.base import Ids
 from policies.eviction.leafwise import Leafwise
 
 
 class Lru(Leafwise):
-    """A block's moment is that of its last use."""
-
-    def _use(self, ids: Ids) -> None:
-        self._touch(ids)
+    """A block's moment is that of its last use, which is what `Leafwise` does by itself."""
