@@ -1,7 +1,7 @@
 """The SSD tier when somebody else removes, replaces or damages its files, at rest and under it while it is open."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +10,14 @@ import pytest
 
 from kvstore.core.outcome import Outcome
 from tests.support.blocks import blank, meta, payload, recovered
+from tests.support.ssd import MIB, OPEN
 from tiers.records import LmdbRecords
 from tiers.scrub import Orders
 from tiers.ssd import SsdTier
 
-MIB = 1 << 20
 PAGE = 4096
 _BRANCH, _LEAF = 1, 2
 BLOCKS = [meta(i, PAGE) for i in range(600)]
-OPEN = Callable[..., SsdTier]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "ssd"
-
-
-@pytest.fixture
-def opened(folder: Path) -> Iterator[OPEN]:
-    tiers: list[SsdTier] = []
-
-    def open_tier(**options: Any) -> SsdTier:
-        if tiers:
-            tiers[-1].close()
-        tiers.append(SsdTier(folder, **{"max_bytes": 16 * MIB, "lock_wait_s": 0.0, **options}))
-        return tiers[-1]
-
-    yield open_tier
-    if tiers:
-        tiers[-1].close()
 
 
 def store(tier: SsdTier, blocks: Any = BLOCKS) -> set[Outcome]:

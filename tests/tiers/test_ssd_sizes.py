@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +11,19 @@ import pytest
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.outcome import Outcome
-from tests.support.blocks import blank, meta, payload
+from tests.support.blocks import meta
+from tests.support.ssd import MIB, OPEN, fetched, store
 from tiers.emptying import Emptier
 from tiers.index import BlockIndex
 from tiers.segments import Segments
 from tiers.ssd import SsdTier
 
-MIB = 1 << 20
 SMALL, LARGE = 4096, 61_440
-OPEN = Callable[..., SsdTier]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[OPEN]:
-    tiers: list[SsdTier] = []
-
-    def open_tier(**options: Any) -> SsdTier:
-        if tiers:
-            tiers[-1].close()
-        tiers.append(SsdTier(tmp_path / "ssd", **{"max_bytes": 8 * MIB, "lock_wait_s": 0.0, **options}))
-        return tiers[-1]
-
-    yield open_tier
-    if tiers:
-        tiers[-1].close()
-
-
-def store(tier: SsdTier, blocks: Sequence[BlockMeta]) -> list[Outcome]:
-    return tier.write(blocks, [payload(block) for block in blocks])
-
-
-def fetched(tier: SsdTier, blocks: Sequence[BlockMeta]) -> list[Outcome]:
-    into = [blank(block) for block in blocks]
-    outcomes = tier.read(blocks, into)
-    for block, view, outcome in zip(blocks, into, outcomes, strict=True):
-        assert outcome is not Outcome.OK or view == payload(block)
-    return outcomes
+def opened(opened: OPEN) -> OPEN:
+    return partial(opened, max_bytes=8 * MIB)
 
 
 def filled(tier: SsdTier, payload_bytes: int = SMALL) -> list[BlockMeta]:
