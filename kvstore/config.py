@@ -38,6 +38,7 @@ Flag = Annotated[bool, Meta(extra={"unit": "flag", "example": "true"})]
 Text = Annotated[str, Meta(extra={"unit": "text", "example": '"a-name"'})]
 PathText = Annotated[str, Meta(min_length=1, extra={"unit": "path", "example": '"/var/lib/kvstore"'})]
 OptionalPathText = Annotated[str, Meta(extra={"unit": "path", "example": '"/run/secrets/name"'})]
+EvictionPolicyName = Literal["lru", "fifo", "lfu", "s3fifo", "arc", "gittins"]
 PathsText = Annotated[tuple[PathText, ...], Meta(extra={"unit": "paths", "example": '["/run/secrets/old-key"]'})]
 
 
@@ -74,6 +75,7 @@ class RamConfig(Section, frozen=True, kw_only=True):
     size_bytes: Size = field(name="size", default=GIB)
     high_watermark: Ratio = 0.95
     low_watermark: Ratio = 0.90
+    policy: EvictionPolicyName = "lru"
     shm_dir: PathText = "/dev/shm"
     prefault: Flag = True
     hugetlb: Flag = False
@@ -88,6 +90,7 @@ class SsdConfig(Section, frozen=True, kw_only=True):
     path: PathText = field(default_factory=default_ssd_path)
     max_bytes: Size = 10 * GIB
     min_free_bytes: AnySize = GIB
+    policy: EvictionPolicyName = "lru"
     segment_bytes: Size = 256 * MIB
     threads: Threads = 4
 

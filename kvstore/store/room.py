@@ -15,7 +15,7 @@ from kvstore.store.columns import tier_bit
 from kvstore.store.link import WorkerLink
 from kvstore.worker import ops
 from policies.base import EvictionPolicy, Ids
-from policies.eviction.lru import Lru
+from policies.eviction import choice
 from tiers.ram import RamTier, SlotRef
 from tiers.slots import slot_size
 
@@ -24,6 +24,9 @@ _SLOWER = tier_bit(TierKind.SSD) | tier_bit(TierKind.S3)
 _DELETE_AGAIN_AFTER_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 # No more than this share of the SSD is given up at once.
 _SSD_SHARE_AT_ONCE = 16
+
+# So many blocks go in one turn of the control loop: about 5 ms.
+_LOWERED_AT_ONCE = 256
 
 # By so many of the coldest blocks, in no more than this share of RAM, it is told where most of them lie.
 _COLDEST_BLOCKS = 256
@@ -66,6 +69,8 @@ class Room:
         links: dict[TierKind, WorkerLink],
         is_awaited: Callable[[int], bool],
         clock: Callable[[], float],
+        ram_policy: str = "lru",
+        ssd_policy: str = "lru",
     ) -> None:
         """`is_awaited` says whether a slower tier is about to copy the block from RAM."""
         self._catalog = catalog
@@ -78,12 +83,13 @@ class Room:
             ram, catalog.find, in_ram.pinned, lambda victim: self.free_ram(victim, "evicted"), clock
         )
         self.policies: dict[TierKind, EvictionPolicy] = {
-            TierKind.RAM: Lru(in_ram),
-            TierKind.SSD: Lru(_View(catalog, TierKind.SSD, lambda block: False)),
+            TierKind.RAM: choice.make(ram_policy, in_ram, clock),
+            TierKind.SSD: choice.make(ssd_policy, _View(catalog, TierKind.SSD, lambda block: False), clock),
         }
         self.evicted = dict.fromkeys((TierKind.RAM, TierKind.SSD, TierKind.S3), 0)
         self.deleting: dict[TierKind, set[int]] = {TierKind.SSD: set(), TierKind.S3: set()}
         self._ssd_bytes_deleting = 0
+        self.is_lowering = False
         self._again: list[tuple[float, TierKind, Callable[[], None]]] = []
 
     # ------------------------------------------------------------ RAM
@@ -97,12 +103,20 @@ class Room:
         return slot
 
     def keep_below(self, high: float, low: float) -> None:
-        """Where RAM is fuller than `high`, evict what may go until it is at `low`, so that bursts find free slots."""
+        """Where RAM is fuller than `high`, evict what may go until it is at `low`, so that bursts find free slots.
+
+        Some blocks at a time, so that nobody waits for the control thread; `is_lowering`: there is more to go.
+        """
         usage = self._ram.usage()
         capacity = usage.capacity_bytes or 0
-        if usage.used_bytes > high * capacity:
-            for victim in self._as_much_as_possible(TierKind.RAM, int(usage.used_bytes - low * capacity)):
-                self.free_ram(victim, "evicted")
+        self.is_lowering = usage.used_bytes > (low if self.is_lowering else high) * capacity
+        if not self.is_lowering or not usage.blocks:
+            return
+        some_bytes = _LOWERED_AT_ONCE * (usage.used_bytes // usage.blocks)
+        victims = self._as_much_as_possible(TierKind.RAM, min(int(usage.used_bytes - low * capacity), some_bytes))
+        for victim in victims:
+            self.free_ram(victim, "evicted")
+        self.is_lowering = bool(victims)
 
     def free_ram(self, block: int, reason: str) -> None:
         """The slot's generation is bumped before anybody else can get it."""

@@ -82,7 +82,9 @@ class Store:
         self._ram_bytes_in = self._ram_bytes_out = 0
         self._demoters: dict[TierKind, Demoter] = {}
         self._catalog = catalog = Catalog(self._on_removed, _CAPACITY)
-        self._room = Room(catalog, ram, links, self._is_awaited, clock)
+        self._room = Room(
+            catalog, ram, links, self._is_awaited, clock, ram_policy=config.ram.policy, ssd_policy=config.ssd.policy
+        )
         self._loader = Loader(catalog, ram, links, self._room, self._on_loaded, self._on_lost)
         self._grants = Grants(catalog, ram, self._room)
         self._leases = LeaseTable(catalog)
@@ -139,9 +141,10 @@ class Store:
             self._next_expiry = now + _EXPIRY_EVERY_S
             self.sessions.expire(now)
             self._write_down_again()
+        if now >= self._next_housekeeping or self._room.is_lowering:
+            self._room.keep_below(self._config.ram.high_watermark, self._config.ram.low_watermark)
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + _HOUSEKEEPING_EVERY_S
-            self._room.keep_below(self._config.ram.high_watermark, self._config.ram.low_watermark)
             self._room.pump(now)
             self.sessions.housekeeping()
             self._census.step()
@@ -165,7 +168,7 @@ class Store:
     def next_deadline(self) -> float:
         """When `turn` must be called even if nothing happens."""
         busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self.sessions.is_busy
-        busy = busy or bool(self._discovery) or self._review.is_busy
+        busy = busy or bool(self._discovery) or self._review.is_busy or self._room.is_lowering
         deadlines = [self._clock() + (0.02 if busy else _HOUSEKEEPING_EVERY_S)]
         for deadline in (self._fetches.next_deadline(), self.sessions.next_deadline()):
             if deadline is not None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import zmq
 
 from kvstore import wire
@@ -210,7 +211,10 @@ class Rig:
         janitor: JanitorSettings | None = None,
         is_started: bool = True,
         clock: Clock | None = None,
+        ram_config: RamConfig | None = None,
+        ssd_config: SsdConfig | None = None,
     ) -> None:
+        """`ram_config`'s size and `ssd_config`'s `enabled` are those of the other arguments."""
         folder.mkdir(exist_ok=True)
         self.clock = Clock() if clock is None else clock
         self.folder = folder
@@ -224,8 +228,10 @@ class Rig:
                 self.links[kind] = ThreadlessLink(kind, tier, records, self.region, self.clock, janitor or JANITOR)
         self.engines = EngineTable(folder)
         self.config = Config(
-            ram=RamConfig(size_bytes=ram_bytes, high_watermark=1.0, low_watermark=0.9),
-            ssd=SsdConfig(enabled=ssd is not None),
+            ram=msgspec.structs.replace(
+                ram_config or RamConfig(high_watermark=1.0, low_watermark=0.9), size_bytes=ram_bytes
+            ),
+            ssd=msgspec.structs.replace(ssd_config or SsdConfig(), enabled=ssd is not None),
             s3=S3Config() if s3_config is None else s3_config,
             sessions=SessionsConfig() if sessions is None else sessions,
         )
