@@ -214,6 +214,8 @@ def _call(parsed: _Common, ask: Ask, model: str, *, is_chat: bool) -> Call:
         raise Refused(
             404, "model_not_found", f"model {parsed.model[:_MAX_SHOWN_CHARS]!r} is not served here, only {model!r}"
         )
+    if isinstance(parsed.plan, tuple) and not 0 <= parsed.plan[0] <= parsed.plan[1]:
+        raise _bad("plan is [start, end] in blocks of the prompt, 0 <= start <= end")
     options = parsed.stream_options
     return Call(ask, is_chat, bool(parsed.stream), options is not None and options.include_usage)
 

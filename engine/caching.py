@@ -11,7 +11,7 @@ from typing import Protocol
 from engine.counters import Counters
 from engine.jobs import FetchJob, StoreJob
 from engine.pool import BlockPool
-from engine.request import Request, RequestState, Served
+from engine.request import Request, RequestState, Served, wants_the_bytes
 from kvstore.core.key import Namespace, chain_keys
 from kvstore.core.outcome import Outcome, TierKind
 from policies.cost import CostModel
@@ -125,11 +125,17 @@ class BlockCaching:
             request.num_tokens, self._shape.block_tokens, self._shape.namespace.block_bytes, resident, tiers
         )
         plan = choose(question, self._costs)
-        cut = len(tiers) if request.plan == "fetch" else plan.fetch_blocks
+        cut = plan.fetch_blocks
+        if request.plan == "fetch":
+            cut = len(tiers)
+        elif isinstance(request.plan, tuple):
+            cut = min(max(request.plan[0] - resident, 0), len(tiers))
         request.plan_made = "recompute" if cut == 0 else "fetch" if cut == len(tiers) else "cut"
         self._count_miss(request, "plan", len(tiers) - cut)
         if cut:
-            waits_s = [_PINNED_PATIENCE_S] * cut if request.plan == "fetch" else patience(question, cut, self._costs)
+            waits_s = (
+                [_PINNED_PATIENCE_S] * cut if wants_the_bytes(request.plan) else patience(question, cut, self._costs)
+            )
             self._begin_fetch(request, resident, waits_s)
 
     def _begin_fetch(self, request: Request, resident: int, waits_s: Sequence[float]) -> None:

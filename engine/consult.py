@@ -19,7 +19,7 @@ from typing import TypeVar
 from engine.chat import ASSISTANT, BadChat, Chat, Tokenizer, concatenate, match_history
 from engine.counters import Counters
 from engine.link import KVClient, Links, Roots
-from engine.request import Cached, Progress, Request
+from engine.request import Cached, Progress, Request, wants_the_bytes
 from engine.resume import SessionKeeper
 from engine.turn import Ask, Refused, Saved, Turn
 from kvstore import wire
@@ -278,7 +278,7 @@ class Consult:
         if not usable:
             return Cached(asked=True)
         try:
-            deadline_s = _PINNED_LOOKUP_S if ask.plan == "fetch" else self._deadline_for(len(prompt))
+            deadline_s = _PINNED_LOOKUP_S if wants_the_bytes(ask.plan) else self._deadline_for(len(prompt))
             found = self._links.client(ask.tenant).lookup(usable, deadline_s)
         except TierUnavailable:
             return Cached(why="unavailable")

@@ -16,7 +16,9 @@ from typing import Literal
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import TierKind
 
-PlanMode = Literal["auto", "fetch", "recompute"]
+# A pair [start, end) pins the plan: these blocks of the prompt are computed though they are cached, the other cached
+# ones are fetched.
+PlanMode = Literal["auto", "fetch", "recompute"] | tuple[int, int]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -25,6 +27,11 @@ class RequestState(Enum):
     FETCHING = "fetching"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+def wants_the_bytes(plan: PlanMode) -> bool:
+    """Whether the plan is pinned to something that kvstore must bring: then it is given more time than pays."""
+    return plan not in ("auto", "recompute")
 
 
 @dataclass(frozen=True, slots=True)

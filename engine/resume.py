@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from engine.counters import Counters
 from engine.link import Links
+from engine.request import wants_the_bytes
 from engine.sessions import LocalSession, LocalSessions
 from engine.turn import Refused, Saved, Turn
 from kvstore.core.errors import ProtocolError, TierUnavailable
@@ -57,7 +58,7 @@ class SessionKeeper:
             return self._from_local(turn, local)
         deadline_s = _DEADLINE_S if local is None else _CHECK_DEADLINE_S
         client = self._links.client(tenant)
-        pinned = turn.ask.plan == "fetch"
+        pinned = wants_the_bytes(turn.ask.plan)
         try:
             if local is not None:
                 # Is it awake? A silent daemon must not take the time that asking the bucket may take.

@@ -78,6 +78,23 @@ def test_after_hbm_was_dropped_the_blocks_come_from_kvstore(shared: Served, stor
     assert again["token_ids"] == continuation(tokens, 5, vocab=VOCAB)
 
 
+@pytest.mark.parametrize(
+    ("plan", "fetched", "told"),
+    [([2, 8], 2, "cut"), ([0, 99], 0, "recompute"), ([8, 8], 8, "fetch"), ([99, 99], 8, "fetch")],
+)
+def test_a_plan_can_be_pinned_to_an_interval(
+    shared: Served, store: FakeStore, plan: list[int], fetched: int, told: str
+) -> None:
+    store.tier = TierKind.SSD
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5] * 3
+    token_ids = shared.complete(prompt).json()["kvstore"]["token_ids"]
+    assert shared.rests()
+    shared.http.post("/v1/hbm/drop", json={})
+    again = shared.complete(prompt, plan=plan).json()["kvstore"]
+    assert again["served_tokens"]["ssd"] == fetched * 4
+    assert (again["plan"], again["token_ids"]) == (told, token_ids)
+
+
 def events_of(response: httpx.Response) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
@@ -136,6 +153,8 @@ def test_a_tiny_temperature_puts_no_engine_out_of_service(shared: Served) -> Non
         ({"max_tokens": 101}, "at most 100"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "differ"),
         ({"plan": "guess"}, "plan"),
+        ({"plan": [3]}, "plan"),
+        ({"plan": [3, 2]}, "0 <= start <= end"),
         ({"session_id": ""}, "length >= 1"),
         ({"session_id": "a\n"}, "printed"),
         ({"resume_only": True}, "need a session_id"),
