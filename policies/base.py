@@ -1,12 +1,25 @@
 """The interface of eviction policies: they order blocks, the store moves them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a client says of the session whose last request used some blocks.
+
+    `returns`: another request of the session is expected (`expect_followup`), or none (`end`), or nothing is said.
+    `priority`: above 0 stays longer, below 0 goes sooner; it says how much, not for how long.
+    """
+
+    returns: bool | None = None
+    priority: int = 0
 
 
 class EvictableView(Protocol):
@@ -51,6 +64,14 @@ class EvictionPolicy(Protocol):
 
     def on_access(self, blocks: Sequence[int] | Ids) -> None:
         """Used again, in prefix order. Blocks that are not in the tier are passed over."""
+        ...
+
+    def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None:
+        """The blocks of a session's last request, in prefix order, after they were inserted or used.
+
+        Holds until they are used again; a later hint replaces an earlier one. What others continue as well is theirs,
+        too: an end leaves it alone. Blocks that are not in the tier are passed over.
+        """
         ...
 
     def on_remove(self, block: int) -> None:

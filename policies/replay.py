@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from policies.base import EvictionPolicy, Ids
+from policies.base import EvictionPolicy, Hint, Ids
 from policies.eviction.belady import NOT_AGAIN
 from policies.trace import Trace
 
@@ -194,6 +194,8 @@ class _KeepAll:
     def on_insert(self, blocks: Sequence[int] | Ids) -> None: ...
 
     def on_access(self, blocks: Sequence[int] | Ids) -> None: ...
+
+    def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None: ...
 
     def on_remove(self, block: int) -> None: ...
 

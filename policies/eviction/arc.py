@@ -2,6 +2,7 @@
 
     T1  used once      ──left──► B1, names alone: a block that comes back from here says that T1 is too small
     T2  used again     ──left──► B2, names alone: …that T2 is
+    ended  what a client said will not be used again: goes first, and says nothing about T1 and T2
     target: how many blocks T1 should have; moves with each block that comes back
 
 The size of the cache, which the paper calls c, is the number of blocks that stay when room was made.
@@ -13,14 +14,14 @@ from policies.base import EvictableView, Ids
 from policies.eviction.ghosts import Ghosts
 from policies.eviction.leafwise import Leafwise
 
-_ONCE, _AGAIN = 0, 1
+_ONCE, _AGAIN, _ENDED = 0, 1, 2
 
 
 class Arc(Leafwise):
     """A block's moment is that of its last use; `target` as above."""
 
     def __init__(self, view: EvictableView) -> None:
-        super().__init__(view, num_places=2)
+        super().__init__(view, num_places=3)
         self._ghosts = Ghosts(), Ghosts()
         self._target = 0.0
         self._capacity = 0
@@ -47,15 +48,30 @@ class Arc(Leafwise):
 
     def _use(self, ids: Ids) -> None:
         self._touch(ids)
-        for block in ids[self._places[ids] == _ONCE].tolist():
+        for block in ids[self._places[ids] != _AGAIN].tolist():
             self._move(block, _AGAIN)
 
     def _next_place(self, taken: Sequence[int]) -> int:
+        if len(self._queues[_ENDED]):
+            return _ENDED
         once = self._sizes[_ONCE] - taken[_ONCE]
         return _ONCE if once >= 1 and once > self._target else _AGAIN
 
+    def _end(self, ids: Ids) -> None:
+        super()._end(ids)
+        for block in ids.tolist():
+            self._move(block, _ENDED)
+
+    def _shift(self, ids: Ids, steps: int) -> None:
+        super()._shift(ids, steps)
+        if steps > 0:
+            for block in ids[self._places[ids] != _AGAIN].tolist():
+                self._move(block, _AGAIN)
+
     def _leave(self, block: int) -> None:
         place = int(self._places[block])
+        if place == _ENDED:
+            return
         self._ghosts[place].add(self._view.name(block))
         capacity = max(self._capacity, len(self))
         once, again = self._ghosts

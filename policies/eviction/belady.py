@@ -5,7 +5,9 @@ last the leaf goes, and the tier stays closed under prefixes. (Belady, A study o
 virtual-storage computer, IBM Systems Journal, 1966.)
 """
 
-from policies.base import EvictableView, Ids
+from collections.abc import Sequence
+
+from policies.base import EvictableView, Hint, Ids
 from policies.eviction.leafwise import Leafwise
 from policies.eviction.queue import Moments
 
@@ -22,6 +24,9 @@ class Belady(Leafwise):
         owns it puts it right before each call."""
         super().__init__(view)
         self._needed = needed
+
+    def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None:
+        """It knows better."""
 
     def _enter(self, ids: Ids) -> None:
         self._moments[ids] = NOT_AGAIN + 1 - self._needed[ids]

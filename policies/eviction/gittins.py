@@ -22,12 +22,17 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from policies.base import EvictableView, Ids
+from policies.base import EvictableView, Hint, Ids
 from policies.eviction.hazards import Classes, Floats, Hazards
-from policies.eviction.leafwise import grown
+from policies.eviction.leafwise import grown, own_tail
 from policies.eviction.leaves import Leaves
 
-_TAILS, _NEWS, _GAPS, _TURNS = _SHAPE = 2, 8, 8, 5
+_HINTS, _TAILS, _NEWS, _GAPS, _TURNS = _SHAPE = 3, 2, 8, 8, 5
+_HINT_KINDS = _TAILS * _NEWS * _GAPS * _TURNS
+# What nothing, an end, and an expected request say before anything was learned of them.
+_HINT_FACTORS = 1.0, 0.01, 4.0
+# A priority is worth so many times the index.
+_PRIORITY_FACTOR = 4.0
 _SAMPLE = 256
 # Where the sample does not do: so many leaves, or all.
 _LARGE_SAMPLE = 16_384
@@ -58,7 +63,7 @@ class Gittins:
         self._view = view
         self._clock = clock
         self._random = np.random.default_rng(seed)
-        self._hazards = Hazards(_SHAPE)
+        self._hazards = Hazards(_SHAPE, _HINT_FACTORS)
         self._leaves = Leaves(_MIN_ROWS)
         self._count = 0
         self._num_requests = 0
@@ -67,6 +72,8 @@ class Gittins:
         self._turns: npt.NDArray[np.int16] = np.zeros(_MIN_ROWS, dtype=np.int16)
         # What was used last, and may be continued by what is inserted.
         self._open: _Request | None = None
+        # Only of blocks that have one.
+        self._priorities: dict[int, int] = {}
 
     def __len__(self) -> int:
         return self._count
@@ -115,10 +122,26 @@ class Gittins:
         if self._num_requests % _LEARN_EVERY == 0:
             self._hazards.learn(now_s)
 
+    def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None:
+        ids = np.asarray(blocks, dtype=np.int32)
+        ids = ids[ids < len(self._kinds)]
+        ids = ids[self._kinds[ids] != _ABSENT]
+        for block in ids.tolist():
+            self._priorities.pop(block, None)
+            if hint.priority:
+                self._priorities[block] = hint.priority
+        if hint.returns is False:
+            ids = own_tail(self._view, ids)
+        said = 0 if hint.returns is None else 1 + hint.returns
+        self._kinds[ids] = self._kinds[ids] % _HINT_KINDS + said * _HINT_KINDS
+        for block in ids[self._sampled(ids)].tolist():
+            self._hazards.classify(self._view.name(block), int(self._kinds[block]), int(self._turns[block]))
+
     def on_remove(self, block: int) -> None:
         if not self._has(block):
             return
         self._leaves.discard(block)
+        self._priorities.pop(block, None)
         self._kinds[block] = _ABSENT
         self._count -= 1
         self._open = None
@@ -139,7 +162,7 @@ class Gittins:
         """Return victims among these leaves and what they leave as leaves; [] where that is not enough."""
         view, now_s = self._view, self._clock()
         # Of equal indices what was used longest ago.
-        indices = self._hazards.index(self._kinds[leaves], now_s - self._used_s[leaves])
+        indices = self._index(leaves, now_s)
         heap = list(zip(indices.tolist(), self._used_s[leaves].tolist(), leaves.tolist(), strict=True))
         heapq.heapify(heap)
         chosen: list[int] = []
@@ -157,9 +180,15 @@ class Gittins:
                 orphaned[parent] = orphaned.get(parent, 0) + 1
                 if orphaned[parent] == view.children(parent):
                     ids = np.array([parent], dtype=np.int32)
-                    index = self._hazards.index(self._kinds[ids], now_s - self._used_s[ids])
-                    heapq.heappush(heap, (float(index[0]), float(self._used_s[parent]), parent))
+                    heapq.heappush(heap, (float(self._index(ids, now_s)[0]), float(self._used_s[parent]), parent))
         return chosen if freed_bytes >= bytes_needed else []
+
+    def _index(self, blocks: Ids, now_s: float) -> Floats:
+        indices = self._hazards.index(self._kinds[blocks], now_s - self._used_s[blocks])
+        if self._priorities:
+            priorities = np.array([self._priorities.get(block, 0) for block in blocks.tolist()])
+            indices = indices * _PRIORITY_FACTOR**priorities
+        return indices
 
     def _request(self, ids: Ids, before: _Request | None, now_s: float) -> tuple[_Request, int]:
         """Return what the new blocks' request is, and how many of them were never seen before."""
@@ -181,6 +210,9 @@ class Gittins:
 
     def _begin(self, ids: Ids, now_s: float) -> None:
         self._used_s[ids] = now_s
+        if self._priorities:
+            for block in ids.tolist():
+                self._priorities.pop(block, None)
         for block in ids[self._sampled(ids)].tolist():
             self._hazards.begin(self._view.name(block), now_s)
 

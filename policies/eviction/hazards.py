@@ -39,9 +39,11 @@ Classes = npt.NDArray[np.int16]
 class Hazards:
     """Not thread-safe. Bounded in what it holds, whatever comes."""
 
-    def __init__(self, shape: Sequence[int]) -> None:
-        """A class is an index into `shape`, one axis per feature, the one to lean on first last."""
+    def __init__(self, shape: Sequence[int], prior_factors: Sequence[float] | None = None) -> None:
+        """A class is an index into `shape`, one axis per feature, the one to lean on first last. Before anything was
+        seen the hazards along the first axis are as these factors."""
         self._shape = tuple(shape)
+        self._prior_factors: Floats = np.ones(self._shape[0]) if prior_factors is None else np.array(prior_factors)
         self._num_classes = int(np.prod(self._shape))
         self._ended: Floats = np.zeros((self._num_classes, NUM_BINS))
         self._alive: Floats = np.zeros((self._num_classes, NUM_BINS))
@@ -128,6 +130,7 @@ class Hazards:
         alive = self._alive.reshape(*self._shape, NUM_BINS)
         hazards = np.full((1,) * len(self._shape) + (NUM_BINS,), _PRIOR_HAZARD)
         hazards[..., 0] = _PRIOR_FIRST
+        hazards = hazards * self._prior_factors.reshape(-1, *(1,) * len(self._shape))
         for level in range(1, len(self._shape) + 1):
             finer = tuple(range(level, len(self._shape)))
             leans_on = _LEANS_ON if level > 1 else _LEANS_ON_PRIOR

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from policies.base import EvictableView, Ids
+from policies.base import EvictableView, Hint, Ids
 from policies.eviction.queue import NEVER, MomentQueue, Moments
 
 # A search that meets this many leaves which must stay gives up: better a refusal than a stalled control thread.
@@ -24,6 +24,10 @@ _MAX_PASSED = 2_000
 # More leaves than this that were used since they began to wait are put right together, not one by one.
 _MAX_MOVED = 2_000
 _MIN_ROWS = 1024
+# The moment of what goes first.
+FIRST = NEVER + 1
+# A priority counts for at least so many uses of blocks.
+_MIN_STEP = 64
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -36,8 +40,10 @@ class Leafwise:
 
     def __init__(self, view: EvictableView, num_places: int = 1) -> None:
         self._view = view
-        self._clock = NEVER
+        self._clock = FIRST
         self._count = 0
+        # Whether a use may make a moment earlier than it was.
+        self._was_hinted = False
         # The moment by which a block is ordered; NEVER: not in the tier.
         self._moments: Moments = np.zeros(_MIN_ROWS, dtype=np.int64)
         # In which queue it waits whenever it is a leaf.
@@ -85,6 +91,26 @@ class Leafwise:
         ids = ids[self._moments[ids] != NEVER]
         if len(ids):
             self._use(ids)
+            if self._was_hinted:
+                self._requeue(ids)
+
+    def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None:
+        ids = np.asarray(blocks, dtype=np.int32)
+        ids = ids[ids < len(self._moments)]
+        ids = ids[self._moments[ids] != NEVER]
+        if not len(ids) or hint == Hint():
+            return
+        self._was_hinted = True
+        self._renew(ids)
+        if hint.returns is False:
+            own = own_tail(self._view, ids)
+            self._end(own)
+            self._requeue(own)
+            ids = ids[: -len(own)] if len(own) else ids
+        steps = hint.priority + (hint.returns is True)
+        if steps:
+            self._shift(ids, steps)
+        self._requeue(ids)
 
     def on_remove(self, block: int) -> None:
         if not self._has(block):
@@ -153,6 +179,18 @@ class Leafwise:
     def _use(self, ids: Ids) -> None:
         """Blocks of the tier are used again, in prefix order; unless told otherwise that renews their moments."""
         self._touch(ids)
+
+    def _renew(self, ids: Ids) -> None:
+        """Undo what an earlier hint did, or do nothing."""
+        self._moments[ids] = np.minimum(self._moments[ids], self._clock)
+
+    def _end(self, ids: Ids) -> None:
+        """Blocks that nobody will use again, from the head to the tail: let them go first."""
+        self._moments[ids] = FIRST
+
+    def _shift(self, ids: Ids, steps: int) -> None:
+        """Let blocks go later, by so many times what it takes to use the whole tier, or sooner."""
+        self._moments[ids] = np.maximum(self._moments[ids] + steps * max(self._count, _MIN_STEP), FIRST)
 
     def _leave(self, block: int) -> None:
         """A block leaves; its columns still stand."""
@@ -224,3 +262,15 @@ def grown(column: npt.NDArray[_Number], rows: int) -> npt.NDArray[_Number]:
     larger = np.zeros(rows, dtype=column.dtype)
     larger[: len(column)] = column
     return larger
+
+
+def own_tail(view: EvictableView, ids: Ids) -> Ids:
+    """Return the last of these blocks, one prefix, that nothing in the tier continues but each other."""
+    own = len(ids)
+    below = -1
+    for block in ids[::-1].tolist():
+        if view.children(block) > (below >= 0) or (below >= 0 and view.parent(below) != block):
+            break
+        own -= 1
+        below = block
+    return ids[own:]

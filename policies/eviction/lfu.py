@@ -31,5 +31,12 @@ class Lfu(Leafwise):
         self._touch(ids)
         self._moments[ids] += self._uses[ids] * _ONE_USE
 
+    def _renew(self, ids: Ids) -> None:
+        self._moments[ids] = self._moments[ids] % _ONE_USE + self._uses[ids] * _ONE_USE
+
+    def _shift(self, ids: Ids, steps: int) -> None:
+        """By so many uses."""
+        self._moments[ids] = np.maximum(self._moments[ids] + steps * _ONE_USE, 1)
+
     def _more_rows(self, rows: int) -> None:
         self._uses = grown(self._uses, rows)

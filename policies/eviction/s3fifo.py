@@ -66,6 +66,23 @@ class S3Fifo(Leafwise):
             self._ups_left -= 1
         return _OUT
 
+    def _renew(self, ids: Ids) -> None:
+        """A hint is spent when the block comes up."""
+
+    def _end(self, ids: Ids) -> None:
+        super()._end(ids)
+        self._to_out(ids)
+
+    def _shift(self, ids: Ids, steps: int) -> None:
+        """By so many uses, and what gains some is in the main queue; what has none to lose is to go out."""
+        self._to_out(ids[self._uses[ids] + steps < 0])
+        self._uses[ids] = np.clip(self._uses[ids] + steps, 0, _MAX_USES)
+        if steps > 0:
+            for block in ids[self._places[ids] != _MAIN][::-1].tolist():
+                if self._places[block] == _SMALL:
+                    self._fifos[_SMALL].remove(block)
+                self._to_main(block)
+
     def _leave(self, block: int) -> None:
         place = self._places[block]
         if place == _SMALL:
@@ -96,6 +113,12 @@ class S3Fifo(Leafwise):
                 self._remember(block)
             self._move(block, _OUT)
         return True
+
+    def _to_out(self, ids: Ids) -> None:
+        self._uses[ids] = 0
+        for block in ids[self._places[ids] != _OUT].tolist():
+            self._fifos[self._places[block]].remove(block)
+            self._move(block, _OUT)
 
     def _to_main(self, block: int) -> None:
         self._clock += 1

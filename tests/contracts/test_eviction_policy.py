@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.base import EvictionPolicy
+from policies.base import EvictionPolicy, Hint
 from policies.eviction.belady import NOT_AGAIN, Belady
 from policies.eviction.choice import NAMES, make
 from tests.support.trees import BLOCK_BYTES, Tree
@@ -26,7 +26,7 @@ def maker(name: str) -> Callable[[Tree], EvictionPolicy]:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    verbs = st.sampled_from(["insert", "insert", "access", "remove", "evict", "pin"])
+    verbs = st.sampled_from(["insert", "insert", "access", "hint", "remove", "evict", "pin"])
     return draw(st.lists(st.tuples(verbs, st.integers(0, 30), st.integers(0, 2**16)), max_size=60))
 
 
@@ -100,6 +100,8 @@ def live(tree: Tree, history: list[tuple[str, int, int]]) -> list[list[int]]:
                 tree.sizes.update({block: choice.choice((50, 100, 300)) for block in free})
         elif verb == "access" and held:
             tree.policy.on_access(choice.sample(held, min(len(held), 1 + number % 5)))
+        elif verb == "hint" and held:
+            tree.policy.on_hint(held[noise % len(held) :], Hint(choice.choice((None, False, True)), number % 5 - 2))
         elif verb == "remove" and held:
             leaves = [block for block in held if not tree.children(block)]
             tree.remove(choice.choice(leaves))
@@ -136,3 +138,57 @@ def freeable_bytes(tree: Tree) -> int:
             return freed
         freed += sum(tree.size_bytes(block) for block in leaves)
         held -= set(leaves)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_has_ended_goes_before_what_was_used_longer_ago(name: str) -> None:
+    tree = Tree(maker(name))
+    tree.insert([1, 2])
+    tree.insert([11, 12])
+    tree.policy.on_access([11, 12])
+    tree.policy.on_hint([11, 12], Hint(returns=False))
+    assert sorted(tree.evict(2)) == [11, 12]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_expected_outlasts_what_was_used_later(name: str) -> None:
+    tree = Tree(maker(name))
+    tree.insert([1, 2])
+    tree.policy.on_hint([1, 2], Hint(returns=True))
+    tree.insert([11, 12])
+    tree.insert([21, 22])
+    assert sorted(tree.evict(4)) == [11, 12, 21, 22]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_higher_priority_stays_longer(name: str) -> None:
+    tree = Tree(maker(name))
+    tree.insert([1, 2])
+    tree.policy.on_hint([1, 2], Hint(priority=1))
+    tree.insert([11, 12])
+    tree.insert([21, 22])
+    tree.policy.on_hint([21, 22], Hint(priority=-1))
+    assert sorted(tree.evict(2)) == [21, 22]
+    assert sorted(tree.evict(2)) == [11, 12]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_end_leaves_alone_what_others_continue(name: str) -> None:
+    tree = Tree(maker(name))
+    tree.insert([1, 2, 3])
+    tree.insert([4], 2)
+    tree.insert([11])
+    tree.policy.on_hint([1, 2, 3], Hint(returns=False))
+    assert tree.evict(1) == [3]
+    assert 2 in tree.held and 4 in tree.held
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hint_holds_until_its_blocks_are_used_again(name: str) -> None:
+    tree = Tree(maker(name))
+    tree.insert([1])
+    tree.insert([11])
+    tree.policy.on_hint([1], Hint(returns=False))
+    tree.policy.on_access([1])
+    tree.policy.on_hint([11], Hint(returns=False))
+    assert tree.evict(1) == [11]
