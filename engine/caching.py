@@ -4,19 +4,22 @@ Covers the decisions of the step loop; moving bytes is the movers'. Nothing here
 loop owns it.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.counters import Counters
+from engine.course import Course, why_of
 from engine.jobs import FetchJob, StoreJob
 from engine.pool import BlockPool
 from engine.request import Request, RequestState, Served, wants_the_bytes
 from kvstore.core.key import Namespace, chain_keys
 from kvstore.core.outcome import Outcome, TierKind
 from policies.cost import CostModel
+from policies.hindsight import decided
 from policies.interval import Question
-from policies.plan import choose, patience
+from policies.plan import Plan, choose, patience
 
 _MAX_STORE_BLOCKS = 64
 # Who pins the plan to fetching wants the bytes, not the fastest answer; a silent daemon still ends it.
@@ -65,6 +68,7 @@ class BlockCaching:
         movers: Movers | None,
         counters: Counters,
         clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
         self._shape = shape
@@ -72,6 +76,7 @@ class BlockCaching:
         self._movers = movers
         self._counters = counters
         self._clock = clock
+        self._wall_clock = wall_clock
         self._fetches: dict[str, FetchJob] = {}
         self._pool_blocks_in_stores = 0
         # Beyond this, new blocks are not offered: a slow daemon must not keep the pool from new requests.
@@ -117,13 +122,14 @@ class BlockCaching:
             request.miss[why] = (usable - known) * stride
 
     def _plan(self, request: Request, resident: int, usable: int) -> None:
-        tiers = request.cached.tiers[resident:usable]
-        if request.plan == "recompute" or not tiers or self._movers is None:
-            request.plan_made = "recompute" if request.plan == "recompute" else "hbm" if resident else "prefill"
-            return
+        tiers = () if self._movers is None else request.cached.tiers[resident:usable]
         question = Question(
             request.num_tokens, self._shape.block_tokens, self._shape.namespace.block_bytes, resident, tiers
         )
+        if request.plan == "recompute" or not tiers:
+            request.plan_made = "recompute" if request.plan == "recompute" else "hbm" if resident else "prefill"
+            self._decided(request, question, None, 0)
+            return
         plan = choose(question, self._costs)
         cut = plan.fetch_blocks
         if request.plan == "fetch":
@@ -131,12 +137,29 @@ class BlockCaching:
         elif isinstance(request.plan, tuple):
             cut = min(max(request.plan[0] - resident, 0), len(tiers))
         request.plan_made = "recompute" if cut == 0 else "fetch" if cut == len(tiers) else "cut"
+        self._decided(request, question, plan, cut)
         self._count_miss(request, "plan", len(tiers) - cut)
         if cut:
             waits_s = (
                 [_PINNED_PATIENCE_S] * cut if wants_the_bytes(request.plan) else patience(question, cut, self._costs)
             )
             self._begin_fetch(request, resident, waits_s)
+
+    def _decided(self, request: Request, question: Question, plan: Plan | None, cut: int) -> None:
+        """Write the choice down; not again where a request that was preempted comes back after its first token."""
+        if request.output:
+            return
+        num_cached = len(question.tiers)
+        request.decision = decided(
+            request.id,
+            self._wall_clock(),
+            question,
+            None if plan is None else plan.compared,
+            (cut, num_cached),
+            why_of(request.plan, request.cached.asked, question, plan is not None and plan.measured),
+            plan is not None and plan.measured,
+        )
+        request.course = Course(self._clock(), cut, num_cached, num_cached)
 
     def _begin_fetch(self, request: Request, resident: int, waits_s: Sequence[float]) -> None:
         assert self._movers is not None
@@ -172,6 +195,8 @@ class BlockCaching:
             request.served[source] = request.served.get(source, 0) + self._shape.block_tokens
         request.num_computed += job.landed * self._shape.block_tokens
         request.state = RequestState.RUNNING
+        if request.course is not None:
+            request.course.fetched(job, self._clock())
         self._index(request)
         if job.landed < len(job.keys):
             self._counters.add(f"fetch_{job.outcome.label}")
@@ -231,14 +256,17 @@ class BlockCaching:
         prompt = len(request.prompt)
         served = sum(request.served.values())
         full_s, rest_s = self._costs.prefill(prompt, 0), self._costs.prefill(prompt - served, served)
+        now, saved_s = self._clock(), max(0.0, full_s - rest_s)
+        if request.course is not None and request.decision is not None:
+            request.decision = request.course.ended(request.decision, now, request.arrival_s, saved_s, self._costs)
         return Served(
             prompt_tokens=prompt,
             tokens=dict(request.served),
             recomputed=prompt - served,
             miss={why: count for why, count in request.miss.items() if count},
             plan=request.plan_made,
-            ttft_s=self._clock() - request.arrival_s,
-            saved_prefill_s=max(0.0, full_s - rest_s),
+            ttft_s=now - request.arrival_s,
+            saved_prefill_s=saved_s,
         )
 
     def _index(self, request: Request) -> None:

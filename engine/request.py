@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from engine.course import Course
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import TierKind
+from policies.decision import Decision
 
 # A pair [start, end) pins the plan: these blocks of the prompt are computed though they are cached, the other cached
 # ones are fetched.
@@ -118,6 +120,9 @@ class Request:
     served: dict[TierKind, int] = field(default_factory=dict)
     miss: dict[str, int] = field(default_factory=dict)
     plan_made: str = ""
+    # The choice of the newest admission before the first token, and what has come of it so far.
+    decision: Decision | None = None
+    course: Course | None = None
     result: Served | None = None
 
     @property

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvstore.core.outcome import TierKind
 from policies.cost import LoadCost, PrefillCost
-from policies.interval import Question, compare
+from policies.interval import Comparison, Question, compare
 
 # Promised is 1.2 times the time of recomputing everything; the rest is room for what the model gets wrong.
 _MAX_SLOWDOWN = 1.15
@@ -38,12 +38,14 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Fetch the first `fetch_blocks` of the blocks that are not resident; seconds are predictions from now."""
+    """Fetch the first `fetch_blocks` of the blocks that are not resident; seconds are predictions from now.
+    `compared` is what it was chosen from."""
 
     fetch_blocks: int
     predicted_s: float
     recompute_s: float
     measured: bool
+    compared: Comparison
 
 
 def choose(question: Question, costs: Costs) -> Plan:
@@ -56,7 +58,7 @@ def choose(question: Question, costs: Costs) -> Plan:
     measured = costs.prefill_known and all(costs.load_known(tier) for tier in tiers)
     plans = compare(question, costs.prefill_cost(), {tier: costs.load_cost(tier) for tier in tiers})
     chosen = plans.prefix_cut if measured else plans.load_all
-    return Plan(chosen.start, chosen.seconds, plans.recompute_all.seconds, measured)
+    return Plan(chosen.start, chosen.seconds, plans.recompute_all.seconds, measured, plans)
 
 
 def patience(question: Question, fetch_blocks: int, costs: Costs) -> list[float]:
