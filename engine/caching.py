@@ -156,7 +156,7 @@ class BlockCaching:
             question,
             None if plan is None else plan.compared,
             (cut, num_cached),
-            why_of(request.plan, request.cached.asked, question, plan is not None and plan.measured),
+            why_of(request.plan != "auto", request.cached.asked, question, plan is not None and plan.measured),
             plan is not None and plan.measured,
         )
         request.course = Course(self._clock(), cut, num_cached, num_cached)

@@ -309,7 +309,9 @@ class Consult:
         request = turn.request
         if self._links is None or request is None or request.result is None or request.plan == "recompute":
             return
-        served = request.result
+        served, decision = request.result, request.decision
+        if decision is not None and request.course is not None:
+            decision = request.course.judge(decision)
         self._links.client(turn.ask.tenant).report(
             wire.Report(
                 request_id=request.id,
@@ -323,6 +325,8 @@ class Consult:
                 plan=served.plan,
                 ttft_s=served.ttft_s,
                 saved_prefill_s=served.saved_prefill_s,
+                tenant=turn.ask.tenant,
+                decision=decision,
             )
         )
 

@@ -90,9 +90,9 @@ class Course:
         return decision if self.prefill is None else judged(decision, self.prefill, self.loads)
 
 
-def why_of(pinned_plan: str, asked: bool, question: Question, is_measured: bool) -> Why:
+def why_of(is_pinned: bool, asked: bool, question: Question, is_measured: bool) -> Why:
     """Return why the plan for `question` is what it is."""
-    if pinned_plan != "auto":
+    if is_pinned:
         return Why.PINNED
     if question.tiers:
         return Why.LATENCY if is_measured else Why.NOT_MEASURED

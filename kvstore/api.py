@@ -27,6 +27,7 @@ from kvstore.client import Client
 from kvstore.config import HttpConfig
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.core.hosts import is_loopback
+from kvstore.decision_json import as_json
 from kvstore.guard import Guard, read_token
 from kvstore.line import Line, LineBusy
 from kvstore.process import HTTP_NICE, end_with_parent, stand_back
@@ -97,6 +98,7 @@ def create_app(connect: Callable[[], Client], http: HttpConfig) -> FastAPI:
     app.add_middleware(Guard, token=token, open_paths=_OPEN_PATHS, hosts=hosts)
     _add_error_handlers(app)
     _add_operation(app, line)
+    _add_decisions(app, line)
     _add_sessions(app, line)
     _add_eviction(app, slow_line)
     return app
@@ -121,6 +123,22 @@ def _add_operation(app: FastAPI, line: Line) -> None:
             snapshot = None
         body, content_type = metrics.render(snapshot, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
+
+
+def _add_decisions(app: FastAPI, line: Line) -> None:
+    @app.get("/v1/decisions")
+    async def list_decisions(
+        tenant: Annotated[str | None, Query(max_length=256)] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> dict[str, Any]:
+        views, total = await line.ask(lambda client: client.decision_list(tenant, limit))
+        return {"decisions": [as_json(view) for view in views], "total": total}
+
+    @app.get("/v1/decisions/{request_id}")
+    async def show_decision(
+        request_id: str, tenant: Annotated[str | None, Query(max_length=256)] = None
+    ) -> dict[str, Any]:
+        return as_json(await line.ask(lambda client: client.decision_get(request_id, tenant)))
 
 
 def _add_sessions(app: FastAPI, line: Line) -> None:

@@ -207,6 +207,16 @@ class Client:
         with contextlib.suppress(TierUnavailable, ProtocolError):
             self._ask(wire.Observe(errors), wire.Done, _REPORT_DEADLINE_S)
 
+    def decision_get(self, request_id: str, tenant: str | None = None) -> wire.DecisionView:
+        """Return what the daemon knows of a finished request. Raises ProtocolError (not_found)."""
+        found = self._ask(wire.DecisionGet(request_id, tenant), wire.Decisions, None)
+        return wire.decision_view(found.decisions[0])
+
+    def decision_list(self, tenant: str | None = None, limit: int = 1000) -> tuple[list[wire.DecisionView], int]:
+        """Return the last finished requests, newest first, and how many the daemon knows."""
+        found = self._ask(wire.DecisionList(tenant, limit), wire.Decisions, None)
+        return [wire.decision_view(encoded) for encoded in found.decisions], found.total
+
     # ------------------------------------------------------------ sessions
 
     def session_get(

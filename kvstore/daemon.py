@@ -292,6 +292,10 @@ class Daemon:
                 return store.attach(request)
             case wire.Stats():
                 return store.stats()
+            case wire.DecisionGet():
+                return store.decisions.get(request)
+            case wire.DecisionList():
+                return store.decisions.list(request)
             case wire.Evict():
                 store.evict(request, reply)
                 return None
@@ -328,7 +332,7 @@ class Daemon:
             case wire.SessionPut():
                 return store.session_put(engine, request)
             case wire.Report():
-                store.report(request)
+                store.report(engine, request)
             case wire.Observe():
                 store.observe(request)
         return wire.Done()

@@ -94,11 +94,20 @@ def _requests(requests: Snapshot) -> Iterator[Metric]:
     yield _by_label("kvstore_plans", "Requests by what was planned for them.", "plan", _section(requests, "plans"))
     saved = requests.get("saved_prefill_s")
     yield from _counter("kvstore_saved_prefill_seconds", "Prefill time that fetching saved.", saved)
+    yield from _decisions(_section(requests, "decisions"))
     ttft = _section(requests, "ttft_s")
     if "count" in requests and "sum" in ttft:
         summary = SummaryMetricFamily("kvstore_ttft_seconds", "Time to first token.")
         summary.add_metric([], count_value=requests["count"], sum_value=ttft["sum"])
         yield summary
+
+
+def _decisions(decisions: Snapshot) -> Iterator[Metric]:
+    chosen, why = _section(decisions, "chosen"), _section(decisions, "why")
+    yield _by_label("kvstore_decisions", "Decisions by the kind of the chosen plan.", "plan", chosen)
+    yield _by_label("kvstore_decision_reasons", "Decisions by why the plan was chosen.", "why", why)
+    lost = decisions.get("lost_s")
+    yield from _counter("kvstore_lost_seconds", "Time to first token that another choice would have saved.", lost)
 
 
 def _sessions(sessions: Snapshot) -> Iterator[Metric]:

@@ -19,6 +19,7 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import MAX_TOKEN_ID
 from kvstore.core.outcome import Outcome
+from policies.decision import Decision
 
 PROTOCOL_VERSION: Final = 1
 MAX_BODY_BYTES: Final = 8 << 20
@@ -239,7 +240,8 @@ class Committed(Message, frozen=True, tag=True):
 
 class Report(Message, frozen=True, tag=True):
     """One finished request, for the statistics. Token counts partition the prompt; `hbm`, `ram`, `ssd`, `s3` were
-    served from there. `miss` counts recomputed tokens by reason. Seconds as measured by the engine."""
+    served from there. `miss` counts recomputed tokens by reason. Seconds as measured by the engine. `decision` is None
+    where nobody wrote it down; whose request it was is `tenant`."""
 
     request_id: str
     prompt_tokens: int
@@ -252,12 +254,52 @@ class Report(Message, frozen=True, tag=True):
     plan: str
     ttft_s: float
     saved_prefill_s: float = 0.0
+    tenant: str = ""
+    decision: Decision | None = None
 
 
 class Observe(Message, frozen=True, tag=True):
     """Faults the engine met that the daemon cannot see, as counts by kind (unknown session, stale slot …)."""
 
     errors: dict[str, int]
+
+
+class DecisionView(msgspec.Struct, frozen=True):
+    """A reported request as consoles see it; `reported_s` is when (unix). Tokens and seconds as in Report."""
+
+    id: str
+    tenant: str
+    model: str
+    reported_s: float
+    prompt_tokens: int
+    served_tokens: dict[str, int]
+    recomputed_tokens: int
+    miss: dict[str, int]
+    plan: str
+    ttft_s: float
+    saved_prefill_s: float
+    decision: Decision | None
+
+
+class DecisionGet(Message, frozen=True, tag=True):
+    """What is known of this request; `tenant` None: whosever it is."""
+
+    request_id: str
+    tenant: str | None = None
+
+
+class DecisionList(Message, frozen=True, tag=True):
+    """The last requests, newest first; `tenant` None: of all."""
+
+    tenant: str | None = None
+    limit: int = 1000
+
+
+class Decisions(Message, frozen=True, tag=True):
+    """Each is an encoded DecisionView, see `decision_view`; `total` is how many there are."""
+
+    decisions: list[bytes]
+    total: int
 
 
 # ---------------------------------------------------------------- sessions
@@ -452,6 +494,8 @@ Request = (
     | Commit
     | Report
     | Observe
+    | DecisionGet
+    | DecisionList
     | SessionGet
     | SessionPut
     | SessionList
@@ -472,6 +516,7 @@ Reply = (
     | Landed
     | Granted
     | Committed
+    | Decisions
     | SessionFound
     | SessionSaved
     | Sessions
@@ -483,6 +528,7 @@ Reply = (
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_decision_decoder: msgspec.msgpack.Decoder[DecisionView] = msgspec.msgpack.Decoder(DecisionView)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
@@ -507,6 +553,11 @@ def decode_reply(frame: bytes) -> Reply:
     """Raises ProtocolError (too_long, malformed)."""
     _check_length(frame, MAX_REPLY_BYTES)
     return _decode(_reply_decoder, frame)
+
+
+def decision_view(encoded: bytes) -> DecisionView:
+    """Raises ProtocolError (malformed)."""
+    return _decode(_decision_decoder, encoded)
 
 
 def _check_length(frame: bytes, max_bytes: int) -> None:

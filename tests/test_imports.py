@@ -24,7 +24,7 @@ INTERNAL = {
     "policies": {"policies", "kvstore.core"},
     "tiers": {"tiers", "kvstore.core", "-tiers.hbm"},
     "tiers.hbm": {"tiers", "kvstore.core", "kernels"},
-    "kvstore.wire": {"kvstore.core"},
+    "kvstore.wire": {"kvstore.core", "policies.decision"},
     "kvstore.connection": {"kvstore.core", "kvstore.wire"},
     "kvstore.attachment": {"kvstore.core", "kvstore.wire", "kvstore.connection", "tiers.region"},
     "kvstore.stream": {"kvstore.core", "kvstore.wire", "kvstore.connection", "kvstore.attachment", "tiers.region"},

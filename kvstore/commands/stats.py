@@ -141,6 +141,10 @@ def _request_lines(requests: Snapshot) -> list[str]:
     plans = _section(requests, "plans")
     if plans:
         lines.append(f"plans: {_counts(plans)}; prefill saved {requests.get('saved_prefill_s', 0):.3g} s")
+    decisions = _section(requests, "decisions")
+    if _section(decisions, "chosen"):
+        lost = f"lost to wrong ones {decisions.get('lost_s', 0):.3g} s in {decisions.get('judged', 0)} that were judged"
+        lines.append(f"decisions: {_counts(_section(decisions, 'chosen'))}; {lost}")
     ttft = _section(requests, "ttft_s")
     if ttft.get("recent_p50") is not None:
         lines.append(f"recent time to first token: p50 {ttft['recent_p50']:.3g} s, p99 {ttft['recent_p99']:.3g} s")

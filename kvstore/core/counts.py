@@ -13,7 +13,7 @@ class Counts:
     def add(self, kind: str, number: int = 1) -> None:
         if number <= 0:
             return
-        if kind not in self._counts and (len(self._counts) >= _MAX_KINDS or not _is_plain(kind)):
+        if kind not in self._counts and (len(self._counts) >= _MAX_KINDS or not is_plain(kind)):
             kind = "other"
         self._counts[kind] = min(_MAX_COUNT, self._counts.get(kind, 0) + number)
 
@@ -21,5 +21,6 @@ class Counts:
         return dict(sorted(self._counts.items()))
 
 
-def _is_plain(kind: str) -> bool:
+def is_plain(kind: str) -> bool:
+    """Whether it is a short word of letters, digits and underscores."""
     return 0 < len(kind) <= 64 and kind.isascii() and kind.replace("_", "").isalnum()

@@ -21,6 +21,7 @@ from kvstore.store.borrowed import Borrowed
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
 from kvstore.store.census import SessionCensus
+from kvstore.store.decisions import Decisions
 from kvstore.store.demoter import Demoter
 from kvstore.store.discovery import Discovery
 from kvstore.store.engines import Engine, EngineTable
@@ -78,6 +79,7 @@ class Store:
         self._errors = Counts()
         self._refused = Counts()
         self._requests = RequestStats()
+        self.decisions = Decisions(wall_clock)
         self._blocks_stored = 0
         self._ram_bytes_in = self._ram_bytes_out = 0
         self._demoters: dict[TierKind, Demoter] = {}
@@ -296,11 +298,13 @@ class Store:
         self._upload(committed)
         return wire.Committed(bytes(outcomes))
 
-    def report(self, request: wire.Report) -> None:
+    def report(self, engine: Engine, request: wire.Report) -> None:
         try:
+            self.decisions.check(request)
             self._requests.add(request)
         except ValueError as error:
             raise ProtocolError(ErrorCode.BAD_REQUEST, str(error)) from None
+        self.decisions.add(request, self._catalog.namespaces[engine.namespace].label)
 
     def count_error(self, kind: str) -> None:
         self._errors.add(kind)
@@ -355,7 +359,7 @@ class Store:
                     "tiers": [TierKind.RAM.label, *(tier.label for tier in self._links)],
                 },
                 "tiers": tiers,
-                "requests": self._requests.snapshot(),
+                "requests": {**self._requests.snapshot(), "decisions": self.decisions.snapshot()},
                 "errors": error_counts(self._errors, self._links),
                 "sessions": self._census.snapshot(),
                 "discovery": {} if self._discovery is None else self._discovery.counts.snapshot(),

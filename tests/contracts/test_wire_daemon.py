@@ -16,6 +16,7 @@ from kvstore import wire
 from kvstore.client import Client
 from kvstore.wire import ErrorCode
 from tests.support.daemons import DaemonProcess
+from tests.support.decisions import PLANS, decision
 from tests.support.messages import KEYS, MESSAGE, NAMESPACE, REQUESTS, SPEC, mutate, name
 
 
@@ -95,6 +96,8 @@ def test_every_request_of_an_attached_engine_gets_its_reply(peer: Raw, engine: t
         "Commit": wire.Committed,
         "Report": wire.Done,
         "Observe": wire.Done,
+        "DecisionGet": wire.Decisions,
+        "DecisionList": wire.Decisions,
         "SessionGet": wire.SessionFound,
         "SessionPut": wire.SessionSaved,
         "SessionList": wire.Sessions,
@@ -163,6 +166,11 @@ BAD_REQUESTS: list[wire.Message] = [
     wire.Commit(KEYS, [1], [True]),
     wire.Report("r", 100, -1, 101, 0, 0, 0, {}, "p", 0.5),
     wire.Report("r", 100, 0, 0, 0, 0, 100, {}, "p", math.nan),
+    wire.Report("r", 200, 48, 48, 0, 16, 88, {}, "p", 0.5, decision=decision("another")),
+    wire.Report("r", 200, 48, 48, 0, 16, 88, {}, "p", 0.5, decision=decision("r", regret_s=math.nan)),
+    wire.Report("r", 200, 48, 48, 0, 16, 88, {}, "p", 0.5, decision=decision("r", plans=PLANS * 10_000)),
+    wire.Report("r", 100, 0, 0, 0, 0, 100, {}, "p", 0.5, tenant="t" * 1_000_000),
+    wire.DecisionList(None, -1),
     wire.SessionGet("chat", "", NAMESPACE.digest(), math.nan),
     wire.SessionGet("chat", "", NAMESPACE.digest(), 1e9),
     wire.SessionPut("", "", NAMESPACE.digest(), 0, [MESSAGE], KEYS),

@@ -49,6 +49,12 @@ SNAPSHOT: dict[str, Any] = {
         "plans": {"fetch": 3, "recompute": 1},
         "saved_prefill_s": 1.25,
         "ttft_s": {"sum": 2.5, "recent_p50": 0.25, "recent_p99": 1.5},
+        "decisions": {
+            "chosen": {"load_all": 2, "two_ended": 1},
+            "why": {"latency": 2, "not_measured": 1},
+            "judged": 3,
+            "lost_s": 0.125,
+        },
     },
     "errors": {"corrupt": 2},
     "sessions": {"count": 2, "pinned": 1, "durable": {"none": 0, "ssd": 2, "s3": 0}},

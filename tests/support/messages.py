@@ -2,9 +2,12 @@
 
 import random
 
+import msgspec
+
 from kvstore import wire
 from kvstore.core.key import join_keys
 from tests.support.chats import Prefix, namespace
+from tests.support.decisions import decision, decision_view
 
 NAMESPACE = namespace()
 PREFIX = Prefix(NAMESPACE, 1, 4)
@@ -28,7 +31,10 @@ REQUESTS: list[wire.Message] = [
     wire.Store(KEYS, NAMESPACE.root(), 0),
     wire.Commit(KEYS, [1, 2, 3, 1 << 60], [True, False, True, True]),
     wire.Report("r", 100, 10, 20, 30, 0, 40, {"evicted": 40}, "load", 0.5, 1.5),
+    wire.Report("q", 200, 48, 48, 0, 16, 88, {"plan": 80}, "interval", 0.6, 2.0, "tenant", decision("q")),
     wire.Observe({"unknown_session": 2}),
+    wire.DecisionGet("r"),
+    wire.DecisionList(None, 10),
     wire.SessionGet("chat", "", NAMESPACE.digest(), 0.5),
     wire.SessionPut("chat", "", NAMESPACE.digest(), 0, [MESSAGE], KEYS, False, 60.0, True),
     wire.SessionList(None, 10),
@@ -49,6 +55,7 @@ REPLIES: list[wire.Message] = [
     wire.Landed(7, [SLOT, wire.Slot(0, 9)], False),
     wire.Granted([SLOT], 0.05),
     wire.Committed(b"\0\7"),
+    wire.Decisions([msgspec.msgpack.encode(decision_view("q"))], 3),
     wire.SessionFound(VIEW),
     wire.SessionSaved("chat~1", 1, True),
     wire.Sessions([VIEW], 1),
