@@ -2,49 +2,48 @@
 
     step(n tokens after p cached, d decodes) = c0 + a·n + b·(n·p + n²/2) + e·d
     prefill(n | p)                           = c0·chunks + a·n + b·(n·p + n²/2)
-    load(tier, bytes)                        = latency + bytes / bandwidth
+    load(tier, bytes)                        = queue + latency + bytes / bandwidth
 
-Each is a least-squares fit of the relative error over the newest observations, with coefficients kept at or above
-zero, outliers clipped (Huber, Robust Estimation of a Location Parameter, 1964) and a weak pull towards a prior whose
-size is set by the observations too, so that a coefficient which nothing has shown yet has a sane value for this
-machine. Not thread-safe: the step loop owns it.
+How the coefficients are found is in `fit.py`, how they follow a machine that changes in `learner.py`, and when a tier's
+are too old in `tier_load.py`. Every answer has a `Confidence` and a spread. Not thread-safe: the step loop owns it.
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.outcome import TierKind
+from policies.confidence import Confidence
+from policies.fit import Floats, Prior, floored
+from policies.learner import Learner
+from policies.tier_load import TierLoad
 
-Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# A relative residual beyond this counts less and less: other load on the machine must not move the fit.
-_HUBER_DELTA = 0.15
-_HUBER_ROUNDS = 3
-# Weight of the prior against one observation: 1% of it.
-_PRIOR_WEIGHT = 0.01
-_STEP_WINDOW = 64
-_LOAD_WINDOW = 32
-_MIN_PREFILLS = 3
-_MIN_LOADS = 2
-# A tier that was once slow must get another chance though the plan avoids it: what is older is forgotten.
-_LOAD_MAX_AGE_S = 120.0
+# Newest steps with prefill that are kept, and newest with decodes alone.
+_STEP_WINDOWS: Final = (96, 64)
+_MIN_PREFILLS: Final = 3
+_GOOD_PREFILLS: Final = 12
+_GUESS_DOUBT: Final = 2.0
+_SAVED_DOUBT: Final = 0.5
+# Steps that the size of what an earlier run saved counts as: the machine may be another one today.
+_SAVED_ANCHOR: Final = 1.5
 
 # c0, a, b, e of a 0.1-billion-parameter model on two CPU cores; it only decides until the first measurements.
-_STEP_PRIOR = (5e-2, 3e-3, 2e-7, 2e-2)
+_STEP_GUESS: Final = (5e-2, 3e-3, 2e-7, 2e-2)
 # Latency in s, s per byte; SSD and S3 as measured on the reference machine, see benchmarks.
-_LOAD_PRIOR: Mapping[TierKind, tuple[float, float]] = {
+_LOAD_GUESS: Final[Mapping[TierKind, tuple[float, float]]] = {
     TierKind.HBM: (1e-5, 1 / 50e9),
     TierKind.RAM: (1e-3, 1 / 2e9),
     TierKind.SSD: (5e-3, 1 / 0.4e9),
     TierKind.S3: (5e-2, 1 / 0.2e9),
 }
+# A load that stood behind others took a little of its time itself.
+_LEAST_SHARE: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,41 +107,72 @@ class LoadCost:
         return self.queue_s + self.latency_s + self.per_byte_s * num_bytes if num_bytes else 0.0
 
 
-class CostModel:
-    """The two costs a plan weighs. `known` tells whether enough was measured to rely on them."""
+@dataclass(frozen=True, slots=True)
+class SavedCosts:
+    """What a run of the engine has learned: c0, a, b, e of its steps, and latency and s per byte of each tier.
 
-    def __init__(self, chunk_tokens: int, clock: Callable[[], float]) -> None:
+    None, or a tier that is missing: it was not measured.
+    """
+
+    step: tuple[float, float, float, float] | None = None
+    loads: Mapping[TierKind, tuple[float, float]] = field(default_factory=dict)
+
+
+class CostModel:
+    """The costs a plan weighs. `saved` is what an earlier run on this machine has learned; what is measured now soon
+    counts for more."""
+
+    def __init__(self, chunk_tokens: int, clock: Callable[[], float], saved: SavedCosts | None = None) -> None:
+        saved = saved or SavedCosts()
         self._chunk_tokens = chunk_tokens
         self._clock = clock
-        self._prefills: deque[tuple[StepWork, float]] = deque(maxlen=_STEP_WINDOW)
-        self._decodes: deque[tuple[StepWork, float]] = deque(maxlen=_STEP_WINDOW // 2)
-        self._step_fit: tuple[float, ...] | None = None
-        self._loads: dict[TierKind, deque[tuple[float, int, float]]] = {}
-        self._load_fits: dict[TierKind, tuple[int, tuple[float, float]]] = {}
+        self._saved = saved
+        prior = Prior(_STEP_GUESS, _GUESS_DOUBT, may_be_far=True)
+        if saved.step is not None:
+            prior = Prior(floored(saved.step, _STEP_GUESS), _SAVED_DOUBT, _SAVED_ANCHOR)
+        self._steps = Learner(prior, _STEP_WINDOWS)
+        self._loads = {tier: TierLoad(guess, clock, saved.loads.get(tier)) for tier, guess in _LOAD_GUESS.items()}
 
     # ------------------------------------------------------------ learning
 
     def observe_step(self, work: StepWork, seconds: float) -> None:
         if seconds <= 0 or (work.prefill_tokens == 0 and work.num_decodes == 0):
             return
-        (self._prefills if work.prefill_tokens else self._decodes).append((work, seconds))
-        self._step_fit = None
+        row = (1.0, work.prefill_tokens, work.prefill_work, work.num_decodes)
+        self._steps.observe(row, seconds, seconds, self._clock(), kind=0 if work.prefill_tokens else 1)
 
-    def observe_load(self, tier: TierKind, num_bytes: int, seconds: float) -> None:
-        """One completed fetch: `num_bytes` from `tier` were in HBM `seconds` after they were asked for."""
+    def observe_load(self, tier: TierKind, num_bytes: int, seconds: float, least_s: float | None = None) -> None:
+        """One completed load: `num_bytes` from `tier` were in HBM `seconds` after they were asked for.
+
+        `least_s`: where others were in front or between, so that it would have taken less alone, what it would have
+        taken at least. Anything between the two is taken for equally likely.
+        """
         if seconds > 0 and num_bytes > 0:
-            window = self._loads.setdefault(tier, deque(maxlen=_LOAD_WINDOW))
-            window.append((self._clock(), num_bytes, seconds))
-            self._load_fits.pop(tier, None)
+            least_s = seconds if least_s is None else min(max(least_s, _LEAST_SHARE * seconds), seconds)
+            self._loads[tier].observe(num_bytes, least_s, seconds)
+
+    def observe_silence(self, tier: TierKind, seconds: float) -> None:
+        """A load was given up after so many seconds without a block; the tier is expected to stay silent as long."""
+        self._loads[tier].observe_silence(seconds)
 
     # ------------------------------------------------------------ answering
 
     @property
+    def prefill_confidence(self) -> Confidence:
+        count = self._steps.count(kind=0)
+        if count >= _MIN_PREFILLS:
+            return Confidence.MEASURED if count >= _GOOD_PREFILLS else Confidence.ROUGH
+        return Confidence.GUESSED if self._saved.step is None else Confidence.SAVED
+
+    def load_confidence(self, tier: TierKind) -> Confidence:
+        return self._loads[tier].confidence()
+
+    @property
     def prefill_known(self) -> bool:
-        return len(self._prefills) >= _MIN_PREFILLS
+        return self.prefill_confidence.is_known
 
     def load_known(self, tier: TierKind) -> bool:
-        return len(self._fresh_loads(tier)) >= _MIN_LOADS
+        return self.load_confidence(tier).is_known
 
     def prefill(self, new_tokens: int, cached_tokens: int) -> float:
         """As `PrefillCost.predict`."""
@@ -152,82 +182,38 @@ class CostModel:
         per_step_s, per_token_s, per_pair_s, _ = self.step_coefficients()
         return PrefillCost(self._chunk_tokens, per_step_s, per_token_s, per_pair_s)
 
+    def prefill_spread(self, new_tokens: int, cached_tokens: int) -> float:
+        """Return the relative standard error of `prefill`: large where nothing like it was measured."""
+        chunks = math.ceil(new_tokens / self._chunk_tokens)
+        return self._steps.fitted().spread((chunks, new_tokens, attention_work(new_tokens, cached_tokens), 0.0))
+
     def load(self, num_bytes: Mapping[TierKind, int]) -> float:
         """Seconds to load so many bytes from each tier; the tiers work side by side, so the slowest one decides."""
         return max((self.load_cost(tier).predict(count) for tier, count in num_bytes.items()), default=0.0)
 
     def load_cost(self, tier: TierKind) -> LoadCost:
-        return LoadCost(*self.load_coefficients(tier))
+        """Return what loading from `tier` costs while nothing else is asked of it; `queue_s` is how much longer it is
+        expected to stay silent. What stands in front otherwise is known to whoever asked for it."""
+        return LoadCost(*self.load_coefficients(tier), queue_s=self._loads[tier].silence_s())
 
-    def step_coefficients(self) -> tuple[float, ...]:
+    def load_spread(self, tier: TierKind, num_bytes: int) -> float:
+        """Return the relative standard error of a load's seconds, without the queue."""
+        return self._loads[tier].fitted().spread((1.0, num_bytes))
+
+    def step_coefficients(self) -> tuple[float, float, float, float]:
         """Return c0, a, b, e."""
-        if self._step_fit is None:
-            observed = [*self._prefills, *self._decodes]
-            rows = [(1.0, w.prefill_tokens, w.prefill_work, w.num_decodes) for w, _ in observed]
-            self._step_fit = fit(rows, [seconds for _, seconds in observed], _STEP_PRIOR)
-        return self._step_fit
+        per_step_s, per_token_s, per_pair_s, per_decode_s = self._steps.fitted().coefficients
+        return per_step_s, per_token_s, per_pair_s, per_decode_s
 
     def load_coefficients(self, tier: TierKind) -> tuple[float, float]:
         """Return latency in seconds, and seconds per byte."""
-        fresh = self._fresh_loads(tier)
-        cached = self._load_fits.get(tier)
-        if cached is None or cached[0] != len(fresh):
-            rows = [(1.0, float(count)) for _, count, _ in fresh]
-            latency_s, per_byte_s = fit(rows, [seconds for _, _, seconds in fresh], _LOAD_PRIOR[tier])
-            cached = len(fresh), (latency_s, per_byte_s)
-            self._load_fits[tier] = cached
-        return cached[1]
+        latency_s, per_byte_s = self._loads[tier].fitted().coefficients
+        return latency_s, per_byte_s
 
-    def _fresh_loads(self, tier: TierKind) -> Sequence[tuple[float, int, float]]:
-        window = self._loads.get(tier)
-        if window is None:
-            return ()
-        oldest = self._clock() - _LOAD_MAX_AGE_S
-        while window and window[0][0] < oldest:
-            window.popleft()
-        return window
-
-
-def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], prior: Sequence[float]) -> tuple[float, ...]:
-    """Return the non-negative coefficients c that make rows[i]·c closest to seconds[i], relatively.
-
-    `prior` holds their positive values where nothing was observed; with observations only its proportions count.
-    """
-    if not rows:
-        return tuple(prior)
-    target = np.asarray(seconds, dtype=np.float64)
-    matrix = np.asarray(rows, dtype=np.float64)
-    scale = np.asarray(prior, dtype=np.float64)
-    scale = scale * np.median(target / (matrix @ scale))
-    # Columns in units of the prior, so that the pull towards it is the same for each; rows relative to the target.
-    design = matrix * scale / target[:, None]
-    weights = np.ones(len(target))
-    solution = np.ones(len(scale))
-    for _ in range(_HUBER_ROUNDS):
-        weighted = design * weights[:, None]
-        gram = weighted.T @ design + _PRIOR_WEIGHT**2 * np.eye(len(scale))
-        moment = weighted.sum(axis=0) + _PRIOR_WEIGHT**2
-        solution = _non_negative(gram, moment)
-        residuals = np.abs(design @ solution - 1.0)
-        weights = np.minimum(1.0, _HUBER_DELTA / np.maximum(residuals, 1e-12))
-    return tuple(float(value) for value in solution * scale)
-
-
-def _non_negative(gram: npt.NDArray[np.float64], moment: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Minimise x·gram·x - 2·x·moment over x ≥ 0 by trying every set of coefficients that may be above zero.
-
-    At most 4 coefficients, so at most 15 small systems; exact, unlike clipping the free solution.
-    """
-    size = len(moment)
-    best, best_value = np.zeros(size), 0.0
-    for mask in range(1, 1 << size):
-        chosen = list(compress(range(size), [mask >> i & 1 for i in range(size)]))
-        part = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
-        if (part < 0).any():
-            continue
-        value = float(part @ gram[np.ix_(chosen, chosen)] @ part - 2 * part @ moment[chosen])
-        if value < best_value:
-            best_value = value
-            best = np.zeros(size)
-            best[chosen] = part
-    return best
+    def worth_saving(self) -> SavedCosts:
+        """Return what the next run may begin with: what was measured, or was saved before and not measured since."""
+        loads = {tier: load.worth_saving() for tier, load in self._loads.items()}
+        return SavedCosts(
+            self.step_coefficients() if self.prefill_known else None,
+            {tier: figures for tier, figures in loads.items() if figures is not None},
+        )

@@ -33,7 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.outcome import TierKind
-from policies.cost import Floats, Ints, LoadCost, PrefillCost
+from policies.cost import Ints, LoadCost, PrefillCost
+from policies.fit import Floats
 
 # Of plans that differ by less than this share the one that computes less is taken: it leaves the GPU to others.
 _TIE: Final = 1e-9

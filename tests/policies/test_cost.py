@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.outcome import TierKind
-from policies.cost import CostModel, LoadCost, PrefillCost, StepWork, fit
+from policies.confidence import Confidence
+from policies.cost import CostModel, LoadCost, PrefillCost, SavedCosts, StepWork
 
 
 class Clock:
@@ -43,6 +44,10 @@ def test_nothing_is_known_before_the_first_measurement() -> None:
     costs = CostModel(256, Clock())
     assert not costs.prefill_known
     assert not costs.load_known(TierKind.S3)
+    assert costs.prefill_confidence is costs.load_confidence(TierKind.S3) is Confidence.GUESSED
+    assert costs.prefill_spread(1000, 0) > 0.5
+    assert costs.load_spread(TierKind.S3, 1 << 20) > 0.5
+    assert costs.worth_saving() == SavedCosts()
     assert costs.prefill(1000, 0) > costs.prefill(100, 0) > 0
     assert costs.load({TierKind.S3: 1 << 20}) > costs.load({TierKind.RAM: 1 << 20}) > 0
 
@@ -111,11 +116,6 @@ def test_whatever_is_observed_no_cost_is_negative(steps: list[tuple[int, int, in
     assert costs.prefill(100, 0) <= costs.prefill(100, 1000)
 
 
-def test_a_coefficient_that_nothing_showed_has_the_proportion_of_the_prior() -> None:
-    assert fit([(1.0, 0.0)] * 5, [2.0] * 5, (1.0, 3.0)) == pytest.approx((2.0, 6.0), rel=0.01)
-    assert fit([], [], (1.0, 3.0)) == (1.0, 3.0)
-
-
 def test_many_predictions_at_once_equal_one_by_one() -> None:
     cost = PrefillCost(256, C0, A, B)
     new, cached = np.array([0, 1, 256, 257, 5000, -3]), np.array([9, 0, 16, 4096, 1, 2])
@@ -128,3 +128,91 @@ def test_a_load_waits_for_the_queue_in_front_of_it_and_nothing_waits_for_nothing
     load = LoadCost(latency_s=0.5, per_byte_s=0.25, queue_s=2.0)
     assert load.predict(4) == 3.5
     assert load.predict(0) == 0.0
+
+
+def test_confidence_grows_with_what_was_measured_and_shrinks_with_its_age() -> None:
+    clock = Clock()
+    costs = CostModel(256, clock)
+    steps, loads = [costs.prefill_confidence], [costs.load_confidence(TierKind.SSD)]
+    for _ in range(12):
+        costs.observe_step(StepWork.of([(256, 0)], 0), 1.0)
+        costs.observe_load(TierKind.SSD, 1 << 20, 0.01)
+        steps.append(costs.prefill_confidence)
+        loads.append(costs.load_confidence(TierKind.SSD))
+    assert steps == sorted(steps)
+    assert loads == sorted(loads)
+    assert steps[-1] is loads[-1] is Confidence.MEASURED
+    clock.now += 200
+    assert costs.load_confidence(TierKind.SSD) is Confidence.STALE
+    assert not costs.load_known(TierKind.SSD)
+    assert costs.prefill_confidence is Confidence.MEASURED, "the machine is the same"
+    costs.observe_load(TierKind.SSD, 1 << 20, 0.01)
+    assert costs.load_confidence(TierKind.SSD) is Confidence.ROUGH, "one is enough to believe it again"
+
+
+def test_the_spread_tells_how_far_a_prediction_is_from_what_was_measured() -> None:
+    costs = CostModel(256, Clock())
+    draw = random.Random(3)
+    for _ in range(40):
+        work = StepWork.of([(draw.choice([200, 256]), draw.choice([0, 256]))], 0)
+        costs.observe_step(work, seconds_of(work) * draw.uniform(0.95, 1.05))
+    assert costs.prefill_spread(500, 0) < 0.03
+    assert costs.prefill_spread(64_000, 0) > 0.15
+    error = costs.prefill(64_000, 0) / (250 * C0 + A * 64_000 + B * 64_000**2 / 2) - 1
+    assert abs(error) < 3 * costs.prefill_spread(64_000, 0)
+
+
+def test_a_saved_profile_is_believed_at_once_and_overridden_by_a_few_measurements() -> None:
+    clock = Clock()
+    saved = SavedCosts((C0, A, B, E), {TierKind.S3: (0.05, 1e-8)})
+    costs = CostModel(256, clock, saved)
+    assert costs.prefill_confidence is costs.load_confidence(TierKind.S3) is Confidence.SAVED
+    assert costs.prefill_known and costs.load_known(TierKind.S3)
+    assert costs.load_confidence(TierKind.SSD) is Confidence.GUESSED
+    assert costs.step_coefficients() == pytest.approx((C0, A, B, E))
+    assert costs.load({TierKind.S3: 1 << 20}) == pytest.approx(0.05 + 1e-8 * (1 << 20))
+    assert costs.worth_saving() == saved
+    for _ in range(10):
+        work = StepWork.of([(256, 0)], 0)
+        costs.observe_step(work, 3 * seconds_of(work))
+        costs.observe_load(TierKind.S3, 1 << 20, 4 * (0.05 + 1e-8 * (1 << 20)))
+    assert costs.prefill(256, 0) == pytest.approx(3 * (C0 + 256 * A + B * 256**2 / 2), rel=0.1)
+    assert costs.load({TierKind.S3: 1 << 20}) == pytest.approx(4 * (0.05 + 1e-8 * (1 << 20)), rel=0.1)
+    assert costs.worth_saving().step != saved.step
+
+
+def test_a_saved_load_that_nobody_measured_again_is_stale_after_a_while() -> None:
+    clock = Clock()
+    costs = CostModel(256, clock, SavedCosts(None, {TierKind.S3: (5.0, 1e-6)}))
+    clock.now += 700
+    assert costs.load_confidence(TierKind.S3) is Confidence.STALE
+    assert costs.worth_saving().loads[TierKind.S3] == pytest.approx((5.0, 1e-6)), "better than a guess next time"
+
+
+def test_a_silent_tier_is_left_alone_for_as_long_and_longer_the_next_time() -> None:
+    clock = Clock()
+    costs = CostModel(256, clock)
+    for _ in range(3):
+        costs.observe_load(TierKind.S3, 1 << 20, 0.1)
+    costs.observe_silence(TierKind.S3, 2.0)
+    assert costs.load_cost(TierKind.S3).queue_s == pytest.approx(2.0)
+    clock.now += 2.5
+    assert costs.load_cost(TierKind.S3).queue_s == 0.0, "somebody has to try"
+    costs.observe_silence(TierKind.S3, 0.5)
+    assert costs.load_cost(TierKind.S3).queue_s == pytest.approx(4.0)
+    costs.observe_load(TierKind.S3, 1 << 20, 0.1)
+    assert costs.load_cost(TierKind.S3).queue_s == 0.0
+    assert costs.load({TierKind.S3: 1 << 20}) == pytest.approx(0.1, rel=0.05), "silence is no measurement"
+
+
+def test_loads_that_others_may_have_held_up_move_nothing_within_their_bounds() -> None:
+    """A fetch from several tiers: what the copies of one took may or may not have delayed the other."""
+    draw = random.Random(5)
+    costs = CostModel(256, Clock())
+    for _ in range(60):
+        num_bytes = int(10 ** draw.uniform(5, 7.7))
+        alone_s = 0.05 + num_bytes / 1e8
+        others_s = draw.choice([0.0, 0.1, 0.3])
+        seconds = alone_s + others_s * draw.random()
+        costs.observe_load(TierKind.S3, num_bytes, seconds, least_s=seconds - others_s)
+    assert costs.load_coefficients(TierKind.S3) == pytest.approx((0.05, 1e-8), rel=0.05)
