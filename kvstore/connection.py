@@ -1,25 +1,27 @@
 """One blocking connection to the daemon: a request, its reply, and never longer than the deadline.
 
-Covers: the socket, sequence numbers, noticing at once that the daemon's process is gone (its lock file is free
-then), not asking a dead one again and again. Does not cover: what messages mean, attaching (client.py).
+Covers: the socket, sequence numbers, noticing at once that the daemon is gone (the connection ends with its process),
+not asking a silent one again and again. Does not cover: what messages mean, attaching (client.py).
 """
 
 import fcntl
 import os
+import select
+import socket
 import time
 from pathlib import Path
 
-import zmq
-
 from kvstore import wire
 from kvstore.core.errors import ProtocolError, TierUnavailable
+from kvstore.frames import Inbox
 
 SOCKET_NAME = "control.sock"
 LOCK_NAME = "daemon.lock"
-# How often a wait looks whether the daemon still lives, and how long a silent one is left alone.
-_LOOK_EVERY_S = 0.02
+# How long a silent daemon is left alone, and how long a message may take to go out whose answer nobody waits for.
 _LEAVE_ALONE_S = 0.5
-_MAX_UNSENT = 64
+_SEND_DEADLINE_S = 0.2
+_READ_BYTES = 64 << 10
+_READ_MORE_BYTES = 1 << 20
 
 
 class Connection:
@@ -28,90 +30,128 @@ class Connection:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._address = str(run_dir / SOCKET_NAME)
-        self._socket: zmq.Socket[bytes] | None = None
-        self._poller = zmq.Poller()
+        self._socket: socket.socket | None = None
+        self._readable = select.poll()
+        self._inbox = Inbox(wire.MAX_REPLY_BYTES)
         self._sequence = 0
         self._silent_until = 0.0
-        self._boot: tuple[int, int] | None = None
 
     def request(self, epoch: int, incarnation: int, body: wire.Message, deadline_s: float) -> wire.Reply:
         """Return the one reply. Raises TierUnavailable (no daemon, or it did not answer in time) and ProtocolError
         (refused)."""
-        sequence = self.send(epoch, incarnation, body)
         deadline = time.monotonic() + deadline_s
+        sequence = self.send(epoch, incarnation, body, deadline_s)
         while True:
             received = self.receive(deadline - time.monotonic())
             if received is None:
-                self._silent_until = time.monotonic() + _LEAVE_ALONE_S
-                self._drop()
+                self._leave_alone()
                 raise TierUnavailable(f"the daemon did not answer within {deadline_s:g} s")
             answered, reply = received
             if answered == sequence:
                 return refused_raises(reply)
 
-    def send(self, epoch: int, incarnation: int, body: wire.Message) -> int:
-        """Send without waiting; return the sequence number that the replies will carry. Raises TierUnavailable."""
+    def send(self, epoch: int, incarnation: int, body: wire.Message, deadline_s: float = _SEND_DEADLINE_S) -> int:
+        """Send, waiting only where more is under way than the system holds; return the sequence number that the replies
+        will carry. Raises TierUnavailable."""
         frame = wire.encode(body)
         if time.monotonic() < self._silent_until:
             raise TierUnavailable("the daemon did not answer a moment ago")
-        boot = self._present_boot()
-        if boot != self._boot or boot is None:
-            # The daemon was restarted. What is sent over the old connection before its end is noticed would be lost,
-            # and waiting for the answer would take the whole deadline.
-            self._drop()
-        if self._socket is None:
-            # A daemon that died since the last message is noticed while waiting for its answer: asking for its lock
-            # before each message would cost a tenth of the round trip.
-            if not daemon_lives(self._run_dir):
-                raise TierUnavailable(f"no daemon runs in {self._run_dir}")
-            self._boot = boot
-            self._socket = zmq.Context.instance().socket(zmq.DEALER)
-            self._poller = zmq.Poller()
-            self._poller.register(self._socket, zmq.POLLIN)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
-            self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-            self._socket.connect(f"ipc://{self._address}")
         self._sequence += 1
-        header = wire.Header(epoch, incarnation, self._sequence).encode()
+        message = wire.pack(wire.Header(epoch, incarnation, self._sequence), frame)
+        is_new = self._socket is None
+        if is_new:
+            self._connect()
         try:
-            self._socket.send_multipart([header, frame], zmq.NOBLOCK)
-        except zmq.Again:
-            raise TierUnavailable("the daemon takes no more messages") from None
+            self._push(message, deadline_s)
+        except OSError:
+            self._drop()
+            if is_new:
+                raise TierUnavailable(f"the daemon in {self._run_dir} is gone") from None
+            # The connection was to a daemon that is no more, or it gave us up; nobody has got the message.
+            self._connect()
+            try:
+                self._push(message, deadline_s)
+            except OSError:
+                self._drop()
+                raise TierUnavailable(f"the daemon in {self._run_dir} is gone") from None
         return self._sequence
 
     def receive(self, timeout_s: float) -> tuple[int, wire.Reply] | None:
         """Return (sequence, reply) of the next message, or None at the timeout. Raises TierUnavailable where the daemon
-        is gone."""
+        is gone, and ProtocolError where it sends what is no message."""
         deadline = time.monotonic() + timeout_s
         while self._socket is not None:
-            wait_s = max(0.0, min(deadline - time.monotonic(), _LOOK_EVERY_S))
-            if self._poller.poll(int(1000 * wait_s) + 1 if wait_s else 0):
-                frames = self._socket.recv_multipart()
-                if len(frames) != 2:
-                    raise ProtocolError(wire.ErrorCode.MALFORMED, f"a reply of {len(frames)} frames")
-                return wire.decode_header(frames[0]).sequence, wire.decode_reply(frames[1])
-            if time.monotonic() >= deadline:
-                return None
-            restarted = self._boot is not None and self._present_boot() != self._boot
-            if restarted or not daemon_lives(self._run_dir):
+            try:
+                message = self._inbox.next()
+                if message is not None:
+                    return message[0].sequence, wire.decode_reply(message[1])
+            except ProtocolError:
                 self._drop()
+                raise
+            wait_s = max(0.0, deadline - time.monotonic())
+            if not self._readable.poll(1000 * wait_s):
+                return None
+            wanted = _READ_BYTES if len(self._inbox) < _READ_BYTES else _READ_MORE_BYTES
+            try:
+                data = self._socket.recv(wanted)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                self._drop()
+                break
+            self._inbox.add(data)
         raise TierUnavailable(f"the daemon in {self._run_dir} is gone")
 
     def close(self) -> None:
         self._drop()
 
-    def _present_boot(self) -> tuple[int, int] | None:
-        """What tells one start of the daemon from the next: each makes its socket anew. None: it has not yet."""
+    def _connect(self) -> None:
+        # The lock tells a daemon that is starting from none, and whose folder it is.
+        if not daemon_lives(self._run_dir):
+            raise TierUnavailable(f"no daemon runs in {self._run_dir}")
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        made.setblocking(False)
         try:
-            status = os.stat(self._address)
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+            made.connect(self._address)
+        except OSError:  # also where so many wait to be accepted that it would take time
+            made.close()
+            raise TierUnavailable(f"the daemon in {self._run_dir} takes no connection now") from None
+        self._socket = made
+        self._inbox = Inbox(wire.MAX_REPLY_BYTES)
+        self._readable = select.poll()
+        self._readable.register(made, select.POLLIN)
+
+    def _push(self, message: bytes, deadline_s: float) -> None:
+        """Send all of it. Raises OSError where the connection has ended, TierUnavailable at the deadline."""
+        assert self._socket is not None
+        try:
+            sent = self._socket.send(message, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        if sent == len(message):
+            return
+        deadline = time.monotonic() + deadline_s
+        rest = memoryview(message)[sent:]
+        writable = select.poll()
+        writable.register(self._socket, select.POLLOUT)
+        while rest:
+            if not writable.poll(1000 * max(0.0, deadline - time.monotonic())):
+                # Half of a message is out, so this connection can carry no other.
+                self._leave_alone()
+                raise TierUnavailable("the daemon takes no more messages")
+            try:
+                rest = rest[self._socket.send(rest, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                continue
+
+    def _leave_alone(self) -> None:
+        self._silent_until = time.monotonic() + _LEAVE_ALONE_S
+        self._drop()
 
     def _drop(self) -> None:
-        """A new socket next time, so that no late reply and no queued request of a dead daemon comes through."""
+        """A new connection next time, so that no late reply and no unread request comes through."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

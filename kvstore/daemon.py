@@ -7,8 +7,8 @@ Does not cover: what requests mean (store/store.py), who carries them out (store
 
 import contextlib
 import logging
-import math
 import os
+import select
 import signal
 import socket
 import stat
@@ -23,6 +23,7 @@ import zmq
 from kvstore import wire
 from kvstore.config import Config
 from kvstore.connection import LOCK_NAME, SOCKET_NAME, lock
+from kvstore.control_socket import ControlSocket, Peer
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.outcome import TierKind
 from kvstore.http_process import HttpProcess
@@ -40,8 +41,6 @@ _log = logging.getLogger(__name__)
 # What has landed meanwhile is told after so many messages, or so long.
 _MESSAGES_PER_TURN = 64
 _MESSAGES_S = 0.01
-# Past this libzmq drops the peer; up to it we answer with an error that says what was wrong.
-_MAX_FRAME_BYTES = 8 * wire.MAX_BODY_BYTES
 _START_DEADLINE_S = 120.0
 _WORKER_DEADLINE_S = 15.0
 _STOP_DEADLINE_S = 10.0
@@ -82,13 +81,15 @@ class Daemon:
         self._run_dir = run_dir
         self._epoch = epoch
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
         self._links = {kind: self._link(kind, region) for kind in _slow_tiers(config)}
         self._engines = EngineTable(run_dir)
         self._store = Store(config, epoch, RamTier(region), self._links, self._engines)
         self._http = HttpProcess(config, run_dir) if config.http.enabled else None
-        self._poller = zmq.Poller()
-        self._polled: frozenset[zmq.Socket[bytes] | int] = frozenset()
+        self._epoll = select.epoll()
+        self._control = ControlSocket(run_dir / SOCKET_NAME, self._epoll, self._store.count_error)
+        self._watched: list[int] = []
+        self._workers_epoll = select.epoll()
+        self._epoll.register(self._workers_epoll, select.EPOLLIN)
         self._is_draining = False
         self._signals = 0
 
@@ -109,12 +110,7 @@ class Daemon:
             _log.info("no bucket is configured (s3.bucket): serving with %d tiers", 2 + len(self._links))
         self._recover(wakeup)
         keep_pauses_short()
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-        path = self._run_dir / SOCKET_NAME
-        path.unlink(missing_ok=True)
-        self._router.bind(f"ipc://{path}")
-        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+        self._control.open()
         if self._http is not None:
             self._http.start()
         tiers = ", ".join(["hbm (in the engines)", "ram", *(kind.label for kind in self._links)])
@@ -143,6 +139,8 @@ class Daemon:
                 _log.error("serving without the %s tier until it can be opened", kind.label)
 
     def _stop(self) -> None:
+        # First, so that nobody waits for an answer that does not come.
+        self._control.close()
         for link in self._links.values():
             link.request_stop()
         if self._http is not None:
@@ -151,9 +149,9 @@ class Daemon:
         for link in self._links.values():
             link.join(deadline - time.monotonic())
         self._engines.close()
-        self._router.close()
         self._context.term()
-        (self._run_dir / SOCKET_NAME).unlink(missing_ok=True)
+        self._workers_epoll.close()
+        self._epoll.close()
 
     @contextlib.contextmanager
     def _wakeup(self) -> Iterator[socket.socket]:
@@ -163,6 +161,7 @@ class Daemon:
         writable.setblocking(False)
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         previous = signal.set_wakeup_fd(writable.fileno())
+        self._epoll.register(readable, select.EPOLLIN)
         try:
             yield readable
         finally:
@@ -223,50 +222,59 @@ class Daemon:
             self._poll(wakeup, max(0.0, self._store.next_deadline() - now))
 
     def _poll(self, wakeup: socket.socket, timeout_s: float) -> None:
-        sources = frozenset(
-            [self._router, wakeup.fileno(), *(source for link in self._links.values() for source in link.sources())]
-        )
-        if sources != self._polled:
-            self._polled, self._poller = sources, zmq.Poller()
-            for source in sources:
-                self._poller.register(source, zmq.POLLIN)
-        ready = dict(self._poller.poll(math.ceil(1000 * timeout_s)))
-        if wakeup.fileno() in ready:
+        """Wait until something comes, and take it in: messages of clients, answers of workers, signals."""
+        self._watch_workers()
+        if self._control.has_messages or any(link.has_answers() for link in self._links.values()):
+            timeout_s = 0.0
+        ready = self._epoll.poll(timeout_s)
+        self._control.take_in(ready)
+        self._receive()
+        fds = [fd for fd, _ in ready]
+        if wakeup.fileno() in fds:
             with contextlib.suppress(BlockingIOError):
                 wakeup.recv(64)
-        if self._router in ready:
-            self._receive()
+        has_worker_ended = self._workers_epoll.fileno() in fds
         for link in self._links.values():
-            if any(source in ready for source in link.sources()):
+            if has_worker_ended or link.has_answers():
                 link.receive()
+
+    def _watch_workers(self) -> None:
+        """A poll of their own, made anew when one starts or ends: a number in a shared one might be somebody else's by
+        then."""
+        sources = [source for link in self._links.values() for source in (link.num_starts, *link.sources())]
+        if sources == self._watched:
+            return
+        self._watched = sources
+        self._epoll.unregister(self._workers_epoll)
+        self._workers_epoll.close()
+        self._workers_epoll = select.epoll()
+        self._epoll.register(self._workers_epoll, select.EPOLLIN)
+        for link in self._links.values():
+            for descriptor in link.sources():
+                self._workers_epoll.register(descriptor, select.EPOLLIN)
 
     def _receive(self) -> None:
         until = time.monotonic() + _MESSAGES_S
         for _ in range(_MESSAGES_PER_TURN):
-            if time.monotonic() > until:
+            message = self._control.next_message()
+            if message is None:
                 return
+            peer, header, body = message
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            identity = frames[0]
-            header = Header()
-            try:
-                if len(frames) != 3:
-                    raise ProtocolError(ErrorCode.MALFORMED, f"a message of {len(frames) - 1} frames, not 2")
-                header = wire.decode_header(frames[1])
-                self._handle(header, frames[2], partial(self._reply, identity, header.sequence))
+                self._handle(header, body, partial(self._reply, peer, header.sequence))
             except ProtocolError as error:
                 if error.code not in (ErrorCode.NOT_FOUND, ErrorCode.STALE_EPOCH, ErrorCode.NOT_ATTACHED):
                     self._store.count_error(f"refused_{error.code}")
-                self._reply(identity, header.sequence, wire.Error(error.code, str(error)))
+                self._reply(peer, header.sequence, wire.Error(error.code, str(error)))
             except Exception:
                 # The root of every request: a fault of ours costs its sender an error, not everybody the daemon.
                 _log.exception("a request failed")
                 self._store.count_error("internal")
                 self._reply(
-                    identity, header.sequence, wire.Error(ErrorCode.INTERNAL, "the daemon met a fault; see its log")
+                    peer, header.sequence, wire.Error(ErrorCode.INTERNAL, "the daemon met a fault; see its log")
                 )
+            if time.monotonic() > until:
+                return
 
     def _handle(self, header: Header, body: bytes, reply: Callable[[wire.Message], None]) -> None:
         if header.version != wire.PROTOCOL_VERSION:
@@ -347,14 +355,12 @@ class Daemon:
             raise ProtocolError(ErrorCode.NOT_ATTACHED, "this engine is not attached (any more); attach again")
         return engine
 
-    def _reply(self, identity: bytes, sequence: int, body: wire.Message) -> None:
+    def _reply(self, peer: Peer, sequence: int, body: wire.Message) -> None:
         try:
             frame = wire.encode(body)
         except ProtocolError as error:
             frame = wire.encode(wire.Error(error.code, str(error)))
-        # A peer that reads nothing loses messages; the loop never waits for one.
-        with contextlib.suppress(zmq.Again, zmq.ZMQError):
-            self._router.send_multipart([identity, Header(self._epoch, 0, sequence).encode(), frame], zmq.NOBLOCK)
+        self._control.send(peer, Header(self._epoch, 0, sequence), frame)
 
 
 def _slow_tiers(config: Config) -> list[TierKind]:

@@ -1,9 +1,11 @@
 """The control protocol between clients and the daemon: what a frame looks like and which messages exist.
 
-ZMQ DEALER to ROUTER over ipc://, two frames per message: a fixed header and a msgpack body. Bytes of blocks
-never travel here; they lie in the shared region, and messages name places in it.
+A stream of messages over a unix socket, each a fixed header and a msgpack body. Bytes of blocks never travel here;
+they lie in the shared region, and messages name places in it.
 
-    header: magic "KV" | u16 version | u32 reserved | u64 boot epoch | u64 incarnation | u64 sequence
+    header: magic "KV" | u16 version | u32 bytes of the body | u64 boot epoch | u64 incarnation | u64 sequence
+
+Up to the bytes of the body the header is the same in all versions, so that another version can be refused in words.
 
 The epoch names one start of the daemon, the incarnation one attached engine. A message with another epoch is
 refused with `stale_epoch`, and the client attaches again. Requests that concern no shared memory (statistics,
@@ -28,6 +30,7 @@ MAX_REPLY_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
 MAX_KEYS: Final = 65_536
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sHIQQQ")
+HEADER_BYTES: Final = _HEADER.size
 
 Epoch = NewType("Epoch", int)
 Incarnation = NewType("Incarnation", int)
@@ -51,25 +54,31 @@ class ErrorCode:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The first frame of every message."""
+    """The beginning of every message; `body_bytes` is what a message that has come said of itself."""
 
     epoch: int = 0
     incarnation: int = 0
     sequence: int = 0
     version: int = PROTOCOL_VERSION
+    body_bytes: int = 0
 
-    def encode(self) -> bytes:
-        return _HEADER.pack(_MAGIC, self.version, 0, self.epoch, self.incarnation, self.sequence)
+    def encode(self, body_bytes: int) -> bytes:
+        return _HEADER.pack(_MAGIC, self.version, body_bytes, self.epoch, self.incarnation, self.sequence)
 
 
-def decode_header(frame: bytes) -> Header:
+def pack(header: Header, body: bytes) -> bytes:
+    """Return the whole message, as it goes over the socket."""
+    return header.encode(len(body)) + body
+
+
+def decode_header(frame: bytes | bytearray) -> Header:
     """Raises ProtocolError (malformed) where `frame` is no header; the version is left to the caller to judge."""
-    if len(frame) != _HEADER.size:
-        raise ProtocolError(ErrorCode.MALFORMED, f"a header has {_HEADER.size} bytes, this one {len(frame)}")
-    magic, version, _, epoch, incarnation, sequence = _HEADER.unpack(frame)
+    if len(frame) != HEADER_BYTES:
+        raise ProtocolError(ErrorCode.MALFORMED, f"a header has {HEADER_BYTES} bytes, this one {len(frame)}")
+    magic, version, body_bytes, epoch, incarnation, sequence = _HEADER.unpack(frame)
     if magic != _MAGIC:
         raise ProtocolError(ErrorCode.MALFORMED, "the header does not begin with the protocol's magic")
-    return Header(epoch, incarnation, sequence, version)
+    return Header(epoch, incarnation, sequence, version, body_bytes)
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", forbid_unknown_fields=True):

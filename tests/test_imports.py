@@ -25,7 +25,9 @@ INTERNAL = {
     "tiers": {"tiers", "kvstore.core", "-tiers.hbm"},
     "tiers.hbm": {"tiers", "kvstore.core", "kernels"},
     "kvstore.wire": {"kvstore.core", "policies.decision"},
-    "kvstore.connection": {"kvstore.core", "kvstore.wire"},
+    "kvstore.frames": {"kvstore.core", "kvstore.wire"},
+    "kvstore.connection": {"kvstore.core", "kvstore.frames", "kvstore.wire"},
+    "kvstore.control_socket": {"kvstore.core", "kvstore.frames", "kvstore.wire"},
     "kvstore.attachment": {"kvstore.core", "kvstore.wire", "kvstore.connection", "tiers.region"},
     "kvstore.stream": {"kvstore.core", "kvstore.wire", "kvstore.connection", "kvstore.attachment", "tiers.region"},
     "kvstore.client": {

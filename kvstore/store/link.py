@@ -85,6 +85,8 @@ class WorkerLink:
         self._on_recovered = on_recovered
         self._on_scrubbed: Callable[[ops.Scrubbed], None] = lambda reply: None
         self._clock = clock
+        self.num_starts = 0
+        """Tells the descriptors of one start from those of another, which may have the same numbers."""
         self._socket: zmq.Socket[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -110,6 +112,7 @@ class WorkerLink:
         """Start the worker; one that cannot be started now counts as one that died."""
         self._started_at = self._clock()
         self._restart_at = None
+        self.num_starts += 1
         self._socket = self._context.socket(zmq.PAIR)
         try:
             socket_path = Path(self._settings.socket.removeprefix("ipc://"))
@@ -131,11 +134,17 @@ class WorkerLink:
             self.failure = f"the worker cannot be started: {error}"
             self._lost()
 
-    def sources(self) -> "list[zmq.Socket[bytes] | int]":
-        """What to poll for: call `receive` when one of these is readable."""
+    def sources(self) -> list[int]:
+        """The descriptors to poll for: call `receive` when one of them is readable, and whenever `has_answers`."""
         if self._socket is None:
             return []
-        return [self._socket] if self._gone_at is not None else [self._socket, self._pidfd]
+        answers = int(self._socket.getsockopt(zmq.FD))
+        return [answers] if self._gone_at is not None else [answers, self._pidfd]
+
+    def has_answers(self) -> bool:
+        """Whether there is something to `receive`. To be asked before each wait: the descriptor becomes readable once,
+        however much comes, and not again before that was taken note of here."""
+        return self._socket is not None and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     @property
     def pid(self) -> int | None:

@@ -2,7 +2,11 @@
 
 import contextlib
 import math
+import os
 import random
+import resource
+import select
+import socket
 import struct
 import typing
 from collections.abc import Iterator
@@ -10,12 +14,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from kvstore import wire
 from kvstore.client import Client
+from kvstore.control_socket import MAX_PEERS
+from kvstore.frames import Inbox
 from kvstore.wire import ErrorCode
-from tests.support.daemons import DaemonProcess
+from tests.support.daemons import DaemonProcess, until
 from tests.support.decisions import PLANS, decision
 from tests.support.messages import KEYS, MESSAGE, NAMESPACE, REQUESTS, SPEC, mutate, name
 
@@ -24,23 +29,41 @@ class Raw:
     """A peer that sends what it likes."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(f"ipc://{run_dir}/control.sock")
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(run_dir / "control.sock"))
+        self._socket.settimeout(5.0)
+        self._inbox = Inbox(wire.MAX_REPLY_BYTES)
         self._sequence = 0
 
-    def send(self, *frames: bytes) -> None:
-        self._socket.send_multipart(frames)
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
 
     def receive(self) -> tuple[wire.Header, wire.Message]:
-        assert self._socket.poll(5000), "there was no answer"
-        header, body = self._socket.recv_multipart()
-        return wire.decode_header(header), wire.decode_reply(body)
+        """The next message. Raises EOFError where the daemon has hung up."""
+        while True:
+            message = self._inbox.next()
+            if message is not None:
+                return message[0], wire.decode_reply(message[1])
+            data = self._socket.recv(1 << 20)
+            if not data:
+                raise EOFError
+            self._inbox.add(data)
+
+    def send_some(self, data: bytes) -> int:
+        """Send as much as is taken at once; return how much."""
+        return self._socket.send(data) if select.select([], [self._socket], [], 0)[1] else 0
+
+    def is_hung_up(self) -> bool:
+        """Whether the daemon ends the connection; what it still says before that is taken in."""
+        with contextlib.suppress(ConnectionError, EOFError):
+            while True:
+                self.receive()
+        return True
 
     def ask(self, body: bytes | wire.Message, epoch: int = 0, incarnation: int = 0) -> wire.Message:
         self._sequence += 1
         frame = body if isinstance(body, bytes) else wire.encode(body)
-        self.send(wire.Header(epoch, incarnation, self._sequence).encode(), frame)
+        self.send(wire.pack(wire.Header(epoch, incarnation, self._sequence), frame))
         while True:
             header, answer = self.receive()
             if header.sequence == self._sequence:
@@ -58,7 +81,6 @@ class Raw:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    zmq.Context.instance().socket(zmq.DEALER).close()  # made once for this process, and not by a test
     made = DaemonProcess(tmp_path_factory.mktemp("wire"), {})
     made.start()
     yield made
@@ -219,33 +241,44 @@ def test_a_lease_that_is_not_there_may_be_released(peer: Raw, engine: tuple[int,
         assert peer.ask(wire.Release(lease, [-1, 1 << 62], -4), *engine) == wire.Done()
 
 
-def test_a_message_of_too_few_or_too_many_frames_is_refused(peer: Raw) -> None:
-    header, body = wire.Header(0, 0, 77).encode(), wire.encode(wire.Ping())
-    for frames in ([header], [b""], [header, body, body], [b"", header, body], [body, header]):
-        peer.send(*frames)
-        _, answer = peer.receive()
+def test_many_messages_in_one_piece_and_one_in_many_pieces_are_each_answered(peer: Raw) -> None:
+    messages = [wire.pack(wire.Header(0, 0, number), wire.encode(wire.Ping())) for number in range(100)]
+    peer.send(b"".join(messages))
+    assert [peer.receive()[0].sequence for _ in messages] == list(range(100))
+    for byte in messages[7]:
+        peer.send(bytes([byte]))
+    assert peer.receive()[0].sequence == 7
+
+
+def test_what_is_no_message_is_refused_and_costs_its_sender_the_connection(daemon: DaemonProcess, peer: Raw) -> None:
+    with contextlib.closing(Raw(daemon.run_dir)) as reckless:
+        reckless.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        _, answer = reckless.receive()
         assert isinstance(answer, wire.Error) and answer.code == ErrorCode.MALFORMED
+        assert reckless.is_hung_up()
 
 
 def test_a_client_of_another_protocol_version_is_told_what_to_install(peer: Raw) -> None:
-    frame = wire.Header(0, 0, 5).encode()
+    body = b"whatever that version says"
+    frame = wire.Header(0, 0, 5).encode(len(body))
     for version in (0, 2, 65_535):
-        peer.send(frame[:2] + struct.pack("<H", version) + frame[4:], b"whatever that version says")
+        peer.send(frame[:2] + struct.pack("<H", version) + frame[4:] + body)
         header, answer = peer.receive()
         assert header.sequence == 5 and isinstance(answer, wire.Error)
         assert answer.code == ErrorCode.VERSION and "same release" in answer.message
 
 
-def test_an_over_long_message_is_refused_and_a_longer_one_costs_its_sender_the_connection(
-    daemon: DaemonProcess, peer: Raw
-) -> None:
-    assert peer.refused(b"x" * (wire.MAX_BODY_BYTES + 1)) == ErrorCode.TOO_LONG
-    reckless = Raw(daemon.run_dir)
-    reckless.send(wire.Header(0, 0, 1).encode(), b"x" * (9 * wire.MAX_BODY_BYTES))
-    reckless.send(wire.Header(0, 0, 2).encode(), wire.encode(wire.Ping()))
-    for _ in range(20):
-        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
-    reckless.close()
+@pytest.mark.parametrize("surplus", [1, (1 << 32) - 1 - wire.MAX_BODY_BYTES])
+def test_an_over_long_message_is_refused_before_it_is_sent(daemon: DaemonProcess, peer: Raw, surplus: int) -> None:
+    with contextlib.closing(Raw(daemon.run_dir)) as reckless:
+        reckless.send(wire.Header(0, 0, 1).encode(wire.MAX_BODY_BYTES + surplus))
+        _, answer = reckless.receive()
+        assert isinstance(answer, wire.Error) and answer.code == ErrorCode.TOO_LONG
+        assert reckless.is_hung_up()
+
+
+def test_the_longest_message_is_taken(peer: Raw) -> None:
+    assert peer.refused(b"x" * wire.MAX_BODY_BYTES) == ErrorCode.MALFORMED
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -257,18 +290,49 @@ def test_mutated_messages_are_answered_one_for_one(peer: Raw, engine: tuple[int,
         assert peer.ask(frame, *engine) is not None
 
 
-def test_random_frames_do_no_harm(daemon: DaemonProcess, peer: Raw) -> None:
+def test_random_bytes_do_no_harm(daemon: DaemonProcess, peer: Raw) -> None:
     choice = random.Random(5)
-    noise = Raw(daemon.run_dir)
     for _ in range(300):
-        noise.send(*(choice.randbytes(choice.choice((0, 1, 32, 36, 500))) for _ in range(choice.randint(1, 5))))
+        with contextlib.closing(Raw(daemon.run_dir)) as noise:
+            sound = wire.Header(0, 0, 1).encode(choice.randrange(200)) if choice.random() < 0.7 else b""
+            # It may have hung up between the two.
+            with contextlib.suppress(ConnectionError):
+                noise.send(sound + choice.randbytes(choice.choice((1, 32, 36, 500))))
+                noise.send(choice.randbytes(choice.randint(1, 500)))
     assert isinstance(peer.ask(wire.Ping()), wire.Pong)
-    noise.close()
 
 
 def test_a_peer_that_never_reads_does_not_hold_up_the_others(daemon: DaemonProcess, peer: Raw) -> None:
-    deaf = Raw(daemon.run_dir)
-    for number in range(3000):
-        deaf.send(wire.Header(0, 0, number).encode(), wire.encode(wire.Stats()))
-    assert isinstance(peer.ask(wire.Ping()), wire.Pong)
-    deaf.close()
+    """It is not listened to any more, so that nothing gathers; and when it reads, it gets all its answers."""
+    message = wire.encode(wire.Stats())
+    with contextlib.closing(Raw(daemon.run_dir)) as deaf:
+        requests = [wire.pack(wire.Header(0, 0, number), message) for number in range(100_000)]
+        num_sent = num_refused = 0
+        while num_refused < 50:
+            taken = deaf.send_some(requests[num_sent])
+            assert taken in (0, len(requests[num_sent]))
+            num_sent += taken > 0
+            num_refused = 0 if taken else num_refused + 1
+            assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+        assert 100 < num_sent < len(requests)
+        assert [deaf.receive()[0].sequence for _ in range(num_sent)] == list(range(num_sent))
+
+
+def test_a_connection_that_ends_amid_a_message_leaves_nothing(daemon: DaemonProcess, peer: Raw) -> None:
+    def num_files() -> int:
+        return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+    before = num_files()
+    for _ in range(100):
+        with contextlib.closing(Raw(daemon.run_dir)) as hasty:
+            hasty.send(wire.Header(0, 0, 1).encode(1000) + b"x" * 10)
+    until(lambda: num_files() <= before)
+
+
+def test_beyond_the_most_connections_the_others_are_hung_up_on(daemon: DaemonProcess, peer: Raw) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(min(MAX_PEERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2) + 1):
+            last = stack.enter_context(contextlib.closing(Raw(daemon.run_dir)))
+            assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+        assert last.is_hung_up()
+    assert daemon.errors()["refused_connection"] > 0

@@ -4,18 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from tests.support.daemons import DaemonProcess
 from tests.support.s3server import s3_server
 
 __all__ = ["s3_server"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def zmq_threads() -> None:
-    """The context that all clients share is made at the first socket and lives as long as this process."""
-    zmq.Context.instance().socket(zmq.DEALER).close()
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ class Writer(threading.Thread):
 def test_kill_9_in_the_middle_of_stores_loses_nothing_that_was_shown_as_on_ssd(
     make_daemon: MakeDaemon, seed: int
 ) -> None:
-    daemon = make_daemon()
+    daemon = make_daemon(ssd_max_bytes="1GiB")  # or what is shown may be evicted before the kill
     moment = random.Random(seed)
     writers = [Writer(daemon, number) for number in range(3)]
     for writer in writers:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvstore import wire
 from kvstore.client import Client
@@ -20,12 +19,6 @@ from tests.support.fake_daemon import FakeDaemon
 
 NAMESPACE = namespace()
 KEYS = Prefix(NAMESPACE, 1, 4).keys
-
-
-@pytest.fixture(scope="module", autouse=True)
-def zmq_threads() -> None:
-    """The context that all clients share is made at the first socket and lives as long as this process."""
-    zmq.Context.instance().socket(zmq.DEALER).close()
 
 
 @pytest.fixture
@@ -58,6 +51,35 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(daemon: Fak
         client.lookup(KEYS, deadline_s=0.1)
     go_on.set()
     assert until(lambda: client.lookup(KEYS)).tiers == []
+
+
+def test_a_daemon_that_ends_while_it_is_asked_is_not_waited_for(tmp_path: Path) -> None:
+    """It was noticed by looking at its lock from time to time, and not at all where only the connection ended."""
+    with contextlib.closing(Client(tmp_path, namespace=NAMESPACE)) as client, FakeDaemon(tmp_path) as daemon:
+        daemon.answer = lambda request: [None] if isinstance(request, wire.Lookup) else [wire.Pong(1)]
+        client.ping()
+        with pytest.raises(TierUnavailable, match="is gone"):
+            client.lookup(KEYS, deadline_s=600.0)
+        assert client.ping() > 0, "it does not connect again"
+
+
+def test_a_message_that_nobody_takes_is_given_up_at_the_deadline(daemon: FakeDaemon, client: Client) -> None:
+    """One that is longer than what the system holds goes out in pieces, as the daemon reads it."""
+    put = wire.SessionPut("a", "", b"", 0, [wire.ChatMessage("user", "x" * (4 << 20), [])], b"")
+    daemon.answer = lambda request: [wire.SessionSaved("a", 1, False)]
+    assert client.session_put(put).id == "a" and put in daemon.requests
+    go_on = threading.Event()
+
+    def answer(request: wire.Request) -> Sequence[wire.Message]:
+        go_on.wait(10)
+        return [wire.SessionSaved("a", 1, False)]
+
+    daemon.answer = answer
+    client.post(client.attach(1.0), wire.Observe({}))
+    with pytest.raises(TierUnavailable, match="takes no more"):
+        client.session_put(put, deadline_s=0.05)
+    go_on.set()
+    assert until(lambda: client.session_put(put)).id == "a"
 
 
 def test_a_daemon_that_was_silent_a_moment_ago_is_not_asked_again_at_once(daemon: FakeDaemon, client: Client) -> None:

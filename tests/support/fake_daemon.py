@@ -1,20 +1,20 @@
 """A daemon that answers as the test tells it, for what a client does with answers that a real one would hardly give."""
 
-import contextlib
 import fcntl
 import os
+import select
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-import zmq
-
 from kvstore import wire
 from kvstore.connection import LOCK_NAME, SOCKET_NAME
+from kvstore.control_socket import ControlSocket
 from tiers.region import Region
 
-Answer = Callable[[wire.Request], Sequence[wire.Message]]
+# None: the connection ends.
+Answer = Callable[[wire.Request], Sequence[wire.Message | None]]
 
 
 class FakeDaemon:
@@ -28,10 +28,10 @@ class FakeDaemon:
         self.region = Region.create(run_dir / f"region-{epoch}", 16 * 8192, epoch)
         self._lock = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        (run_dir / SOCKET_NAME).unlink(missing_ok=True)
-        self._socket.bind(f"ipc://{run_dir / SOCKET_NAME}")
+        self._epoll = select.epoll()
+        self.faults: list[str] = []
+        self._socket = ControlSocket(run_dir / SOCKET_NAME, self._epoll, self.faults.append)
+        self._socket.open()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -43,6 +43,7 @@ class FakeDaemon:
         self._is_over.set()
         self._thread.join()
         self._socket.close()
+        self._epoll.close()
         os.close(self._lock)
         self.region.close()
         self.region.unlink()
@@ -52,18 +53,20 @@ class FakeDaemon:
 
     def _serve(self) -> None:
         while not self._is_over.is_set():
-            if not self._socket.poll(10):
+            self._socket.take_in(self._epoll.poll(0 if self._socket.has_messages else 0.01))
+            message = self._socket.next_message()
+            if message is None:
                 continue
-            identity, header_frame, body = self._socket.recv_multipart()
-            header = wire.decode_header(header_frame)
+            peer, header, body = message
             request = wire.decode_request(body)
             self.requests.append(request)
             for reply in self._replies(header, request):
-                frame = wire.Header(self.epoch, 0, header.sequence).encode()
-                with contextlib.suppress(zmq.ZMQError):
-                    self._socket.send_multipart([identity, frame, wire.encode(reply)])
+                if reply is None:
+                    self._socket.hang_up(peer)
+                else:
+                    self._socket.send(peer, wire.Header(self.epoch, 0, header.sequence), wire.encode(reply))
 
-    def _replies(self, header: wire.Header, request: wire.Request) -> Sequence[wire.Message]:
+    def _replies(self, header: wire.Header, request: wire.Request) -> Sequence[wire.Message | None]:
         if isinstance(request, wire.Attach):
             path, num_bytes = str(self.region.path), self.region.data_bytes
             return [wire.Attached(self.epoch, 5, path, num_bytes, ["ram"])]

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvstore.bench.settings import MIB, BenchSettings
 from kvstore.s3server import S3Server
@@ -11,12 +10,6 @@ from tests.support.bench import TINY, Rounds
 from tests.support.s3server import BUCKET, s3_server
 
 __all__ = ["s3_server"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def zmq_threads() -> None:
-    """The first socket of a process starts threads that live as long as it does; no test leaked them."""
-    zmq.Context.instance().socket(zmq.DEALER).close()
 
 
 @pytest.fixture
