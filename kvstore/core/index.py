@@ -72,21 +72,25 @@ class KeyIndex:
 
     def find_many(self, words: Words) -> Ids:
         """`find` for keys given as [num_keys, KEY_BYTES / 8] uint64."""
-        positions = self.mixed(words) >> np.uint64(self._shift)
-        entries = self._table[positions.view(np.int64)]
-        same = _equal(self._keys[np.maximum(entries - 1, 0)], words) & (entries > 0)
-        found: Ids = np.where(same, entries - 1, np.int32(-1))
-        going_on = ~same & (entries != 0)
-        if not going_on.any():
+        positions = (self.mixed(words) >> np.uint64(self._shift)).view(np.int64)
+        # In few calls, since a lookup of hundreds of keys is mostly what numpy takes to begin each of them. An empty
+        # place takes the row before the first, which is the last one, and then counts for nothing.
+        found: Ids = self._table.take(positions)
+        found -= 1
+        same = _equal(self._keys.take(found, axis=0, mode="wrap"), words)
+        same &= found >= 0
+        if same.all():
             return found
-        pending = np.flatnonzero(going_on)
-        places = positions.view(np.int64)[pending]
+        pending = np.flatnonzero(~same & (found >= 0))
+        found[~same] = -1
+        places = positions[pending]
         while len(pending):
             places = (places + 1) & self._mask
-            entries = self._table[places]
-            same = (entries > 0) & _equal(self._keys[np.maximum(entries - 1, 0)], words[pending])
-            found[pending[same]] = entries[same] - 1
-            going_on = ~same & (entries != 0)
+            ids = self._table.take(places) - 1
+            is_taken = ids >= 0
+            same = _equal(self._keys.take(ids, axis=0, mode="wrap"), words[pending]) & is_taken
+            found[pending[same]] = ids[same]
+            going_on = ~same & is_taken
             pending, places = pending[going_on], places[going_on]
         return found
 
@@ -148,9 +152,7 @@ class KeyIndex:
 
     def mixed(self, words: Words) -> Words:
         """Return 64 bits per key, [num_keys] uint64, in which keys that differ hardly ever agree."""
-        mixed: Words = words[:, 0] * self._factor_row[0]
-        for word in range(1, _WORDS):
-            mixed += words[:, word] * self._factor_row[word]
+        mixed: Words = np.dot(words, self._factor_row)
         return mixed
 
     # ------------------------------------------------------------ private

@@ -114,13 +114,14 @@ def _sha256(data: bytes) -> bytes:
 
 
 def _chain_sha256(parent: bytes, blocks: list[memoryview]) -> list[bytes]:
-    # Copies of a fresh hasher: making one anew looks the algorithm up each time (0.43 instead of 0.52 ms for 512
-    # blocks of 1 KiB, of which 0.25 are the hash itself).
+    # Copies of a fresh hasher: making one anew looks the algorithm up each time (0.42 instead of 0.52 ms for 512
+    # blocks of 1 KiB, of which 0.26 are the hash itself). Two updates, since joining the two costs more.
     fresh = hashlib.sha256().copy
     keys = []
     for block in blocks:
         hasher = fresh()
-        hasher.update(parent + block)
+        hasher.update(parent)
+        hasher.update(block)
         parent = hasher.digest()
         keys.append(parent)
     return keys

@@ -92,15 +92,17 @@ class Catalog:
 
     def lookup(self, keys: bytes, namespace: int) -> tuple[bytes, Outcome]:
         """Return the fastest tier of each leading block that exists, and what stopped the walk (OK: nothing did)."""
-        ids = self.find_joined(keys, namespace)
-        residency = self._columns.residency[np.maximum(ids, 0)] * (ids >= 0)
-        gaps = np.flatnonzero(residency == 0)
-        hits = int(gaps[0]) if len(gaps) else len(ids)
-        outcome = Outcome.OK
-        if hits < len(ids):
-            stopped = int(ids[hits])
-            outcome = Outcome.PENDING if stopped >= 0 and self._columns.writing[stopped] else Outcome.MISS
-        return _FASTEST[residency[:hits]].tobytes(), outcome
+        ids = self._index.find_joined(keys)
+        # An id of -1 takes the last row, which then counts for nothing.
+        is_ours = self._columns.namespace.take(ids, mode="wrap") == namespace
+        is_ours &= ids >= 0
+        residency = self._columns.residency.take(ids, mode="wrap")
+        residency *= is_ours
+        if residency.all():
+            return _FASTEST.take(residency).tobytes(), Outcome.OK
+        hits = int(np.argmin(residency != 0))
+        is_writing = is_ours[hits] and self._columns.writing[ids[hits]]
+        return _FASTEST.take(residency[:hits]).tobytes(), Outcome.PENDING if is_writing else Outcome.MISS
 
     def why_missing(self, key: BlockKey) -> str:
         return self._reasons.get(key, "never_stored")
