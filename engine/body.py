@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from engine.chat import Said
 from engine.request import PlanMode, Sampling
-from engine.turn import Ask, Refused, SessionMode
+from engine.turn import Ask, Keep, Refused, SessionMode
 
 _Form = TypeVar("_Form", bound="_Common")
 _Positive = Annotated[int, Meta(ge=1)]
@@ -71,6 +71,11 @@ class _Common(msgspec.Struct, kw_only=True):
     plan: PlanMode = "auto"
     ignore_eos: bool = False
     tenant: Annotated[str, Meta(max_length=200)] | None = None
+    expect_followup: bool = False
+    end: bool = False
+    priority: Annotated[int, Meta(ge=-2, le=2)] = 0
+    ttl: Annotated[float, Meta(ge=0, le=31_622_400)] = 0.0
+    pin: bool | None = None
 
 
 class _Chat(_Common, kw_only=True):
@@ -130,6 +135,7 @@ def parse_chat(body: bytes, caller: Caller, model: str, arrival_s: float) -> Cal
         max_tokens=parsed.max_tokens or parsed.max_completion_tokens,
         sampling=_sampling(parsed),
         ignore_eos=parsed.ignore_eos,
+        keep=_keep(parsed),
     )
     return _call(parsed, ask, model, is_chat=True)
 
@@ -146,6 +152,7 @@ def parse_completion(body: bytes, caller: Caller, model: str, arrival_s: float) 
         max_tokens=parsed.max_tokens,
         sampling=_sampling(parsed),
         ignore_eos=parsed.ignore_eos,
+        keep=_keep(parsed),
     )
     return _call(parsed, ask, model, is_chat=False)
 
@@ -200,6 +207,12 @@ def _tenant(parsed: _Common, caller: Caller) -> str:
     if not parsed.tenant.isprintable():
         raise _bad("tenant holds characters that cannot be printed")
     return parsed.tenant
+
+
+def _keep(parsed: _Common) -> Keep:
+    if parsed.expect_followup and parsed.end:
+        raise _bad("expect_followup and end contradict each other")
+    return Keep(parsed.expect_followup, parsed.end, parsed.priority, parsed.ttl, parsed.pin)
 
 
 def _sampling(parsed: _Common) -> Sampling:

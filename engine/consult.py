@@ -21,7 +21,7 @@ from engine.counters import Counters
 from engine.link import KVClient, Links, Roots
 from engine.request import Cached, Progress, Request, wants_the_bytes
 from engine.resume import SessionKeeper
-from engine.turn import Ask, Refused, Saved, Turn
+from engine.turn import Ask, Keep, Refused, Saved, Turn
 from kvstore import wire
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace, chain_keys
@@ -37,6 +37,8 @@ _MIN_LOOKUP_S, _MAX_LOOKUP_S = 0.05, 0.25
 # Who pins the plan to fetching wants the bytes, not the fastest answer.
 _PINNED_LOOKUP_S = 2.0
 _IDLE_S = 1.0
+# For how long a request's blocks are pinned that belong to no session.
+_PIN_S = 3600.0
 # Of tenants, which without keys and without kvstore may be as many as clients care to name.
 _MAX_NAMESPACES = 1024
 
@@ -115,7 +117,7 @@ class Consult:
 
     def close(self, turn: Turn, reply: list[int], text: str) -> "Future[Saved | None]":
         """Save the session of a finished request and report it. The future is None where there is nothing to save."""
-        return self._enqueue(lambda: self._save(turn, reply, text), then=lambda: self._report(turn))
+        return self._enqueue(lambda: self._save(turn, reply, text), then=lambda: self._tell(turn))
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Finish what is queued, try once more to put what is unsaved, and end. Idempotent."""
@@ -304,6 +306,29 @@ class Consult:
         # The reply's last token was sampled but never computed: it has no KV.
         full = (len(request.prompt) + len(reply) - 1) // self._namespace.block_tokens
         return self._sessions.save(turn, messages, request.keys[:full])
+
+    def _tell(self, turn: Turn) -> None:
+        self._hint(turn)
+        self._report(turn)
+
+    def _hint(self, turn: Turn) -> None:
+        """Say what will become of a prompt's blocks where no session says it."""
+        request, keep = turn.request, turn.ask.keep
+        if self._links is None or request is None or turn.ask.saves or keep == Keep() or not request.cache:
+            return
+        full = len(request.prompt) // self._namespace.block_tokens
+        try:
+            self._links.client(turn.ask.tenant).hint(
+                request.keys[:full],
+                expect_followup=keep.expect_followup,
+                end=keep.end,
+                priority=keep.priority,
+                ttl_s=keep.ttl_s,
+                pin_s=None if keep.pin is None else _PIN_S if keep.pin else 0.0,
+                pin_name=request.keys[0].hex() if full else "",
+            )
+        except (TierUnavailable, ProtocolError):
+            self._faults.add("hint_refused")
 
     def _report(self, turn: Turn) -> None:
         request = turn.request

@@ -57,6 +57,18 @@ class KVClient(Protocol):
 
     def commit(self, keys: Sequence[BlockKey], generations: list[int], written: list[bool]) -> list[Outcome]: ...
 
+    def hint(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        expect_followup: bool = False,
+        end: bool = False,
+        priority: int = 0,
+        ttl_s: float = 0.0,
+        pin_s: float | None = None,
+        pin_name: str = "",
+    ) -> None: ...
+
     def report(self, report: wire.Report) -> None: ...
 
     def observe(self, errors: dict[str, int]) -> None: ...

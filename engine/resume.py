@@ -10,14 +10,16 @@ Not thread-safe: the consult thread owns it.
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from engine.counters import Counters
-from engine.link import Links
+from engine.link import KVClient, Links
 from engine.request import wants_the_bytes
 from engine.sessions import LocalSession, LocalSessions
 from engine.turn import Refused, Saved, Turn
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace, join_keys
-from kvstore.wire import ChatMessage, ErrorCode, SessionPut
+from kvstore.wire import ChatMessage, ErrorCode, SessionPut, SessionSaved
 
 _DEADLINE_S = 2.0
 # With a copy at hand, asking only finds out whether there is a newer one.
@@ -120,9 +122,14 @@ class SessionKeeper:
             messages=list(messages),
             keys=join_keys(keys),
             fork=turn.is_fork,
+            ttl_s=turn.ask.keep.ttl_s,
+            pin=turn.ask.keep.pin,
+            expect_followup=turn.ask.keep.expect_followup,
+            end=turn.ask.keep.end,
+            priority=turn.ask.keep.priority,
         )
         try:
-            saved = self._links.client(tenant).session_put(put)
+            saved = self._put_pinned_or_not(self._links.client(tenant), put)
         except TierUnavailable:
             return None
         except ProtocolError as error:
@@ -130,6 +137,16 @@ class SessionKeeper:
             return None
         self._local.remember(tenant, saved.id, saved.revision, messages, keys, unsaved=False)
         return Saved(saved.id, saved.revision, saved.forked, in_kvstore=True)
+
+    def _put_pinned_or_not(self, client: KVClient, put: SessionPut) -> SessionSaved:
+        """A turn that cannot be pinned is recorded all the same."""
+        try:
+            return client.session_put(put)
+        except ProtocolError as error:
+            if error.code != ErrorCode.BUSY or not put.pin:
+                raise
+            self._counters.add("pins_refused")
+            return client.session_put(msgspec.structs.replace(put, pin=None))
 
     def _keep(
         self, turn: Turn, local: LocalSession | None, messages: Sequence[ChatMessage], keys: Sequence[BlockKey]

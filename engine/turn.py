@@ -21,6 +21,20 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """What the client says will become of the request's KV, for kvstore; as in `kvstore.wire.Hint`.
+
+    `pin` of a session: as `SessionPut.pin`; else for an hour, one pin of this engine for each.
+    """
+
+    expect_followup: bool = False
+    end: bool = False
+    priority: int = 0
+    ttl_s: float = 0.0
+    pin: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """One validated request. Exactly one of `messages` and `prompt` is given; sessions go with messages.
 
@@ -41,6 +55,7 @@ class Ask:
     max_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = False
+    keep: Keep = field(default_factory=Keep)
 
     @property
     def saves(self) -> bool:

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvstore import metrics
@@ -62,6 +62,15 @@ class PinRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     pinned: bool
+
+
+class HintRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    expect_followup: bool = False
+    end: bool = False
+    priority: Annotated[int, Field(ge=-2, le=2)] = 0
+    ttl_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 class EvictRequest(BaseModel):
@@ -166,6 +175,11 @@ def _add_sessions(app: FastAPI, line: Line) -> None:
     async def pin_session(session_id: str, order: PinRequest, tenant: Tenant = "") -> dict[str, Any]:
         await line.ask(lambda client: client.session_pin(session_id, order.pinned, tenant))
         return {"id": session_id, "pinned": order.pinned}
+
+    @app.post("/v1/sessions/{session_id}/hint")
+    async def hint_session(session_id: str, order: HintRequest, tenant: Tenant = "") -> dict[str, Any]:
+        await line.ask(lambda client: client.session_hint(session_id, tenant=tenant, **order.model_dump()))
+        return {"id": session_id}
 
     @app.delete("/v1/sessions/{session_id}")
     async def delete_session(session_id: str, tenant: Tenant = "") -> dict[str, Any]:

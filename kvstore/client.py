@@ -195,6 +195,25 @@ class Client:
                 outcomes[index] = Outcome(outcome)
         return outcomes
 
+    def hint(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        expect_followup: bool = False,
+        end: bool = False,
+        priority: int = 0,
+        ttl_s: float = 0.0,
+        pin_s: float | None = None,
+        pin_name: str = "",
+    ) -> None:
+        """Say what will become of a request's blocks, from the first of its prefix on; see `wire.Hint`.
+
+        Raises ProtocolError, busy where they were to be pinned and there is no room for that.
+        """
+        if keys:
+            hint = wire.Hint(join_keys(keys), expect_followup, end, priority, ttl_s, pin_s, pin_name)
+            self._ask(hint, wire.Done, None)
+
     # ------------------------------------------------------------ statistics
 
     def report(self, report: wire.Report) -> None:
@@ -242,6 +261,21 @@ class Client:
 
     def session_pin(self, session_id: str, pinned: bool, tenant: str = "", namespace: bytes = b"") -> None:
         self._ask(wire.SessionPin(session_id, pinned, tenant, namespace), wire.Done, None)
+
+    def session_hint(
+        self,
+        session_id: str,
+        *,
+        expect_followup: bool = False,
+        end: bool = False,
+        priority: int = 0,
+        ttl_s: float = 0.0,
+        tenant: str = "",
+        namespace: bytes = b"",
+    ) -> None:
+        """Say what will become of a session's blocks, or (`ttl_s`) how long the session lives after its last turn."""
+        hint = wire.SessionHint(session_id, tenant, namespace, expect_followup, end, priority, ttl_s)
+        self._ask(hint, wire.Done, None)
 
     def session_delete(self, session_id: str, tenant: str = "", namespace: bytes = b"") -> wire.SessionDeleted:
         return self._ask(wire.SessionDelete(session_id, tenant, namespace), wire.SessionDeleted, None)

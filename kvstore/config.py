@@ -30,6 +30,7 @@ Size = Annotated[int, Meta(ge=1, extra={"unit": "bytes", "example": '"8GiB"'})]
 AnySize = Annotated[int, Meta(ge=0, extra={"unit": "bytes", "example": '"1GiB", or 0'})]
 Duration = Annotated[float, Meta(gt=0, extra={"unit": "seconds", "example": '"30s"'})]
 Ratio = Annotated[float, Meta(gt=0, le=1, extra={"unit": "ratio", "example": "0.9"})]
+Share = Annotated[float, Meta(ge=0, le=0.9, extra={"unit": "ratio", "example": "0.25"})]
 Count = Annotated[int, Meta(ge=1, extra={"unit": "count", "example": "8"})]
 Threads = Annotated[int, Meta(ge=1, le=256, extra={"unit": "count", "example": "8"})]
 Port = Annotated[int, Meta(ge=0, le=65535, extra={"unit": "count", "example": "8200"})]
@@ -76,6 +77,7 @@ class RamConfig(Section, frozen=True, kw_only=True):
     high_watermark: Ratio = 0.95
     low_watermark: Ratio = 0.90
     policy: EvictionPolicyName = "lru"
+    pin_share: Share = 0.25
     shm_dir: PathText = "/dev/shm"
     prefault: Flag = True
     hugetlb: Flag = False
@@ -91,6 +93,7 @@ class SsdConfig(Section, frozen=True, kw_only=True):
     max_bytes: Size = 10 * GIB
     min_free_bytes: AnySize = GIB
     policy: EvictionPolicyName = "lru"
+    pin_share: Share = 0.25
     segment_bytes: Size = 256 * MIB
     threads: Threads = 4
 
@@ -138,6 +141,7 @@ class SessionsConfig(Section, frozen=True, kw_only=True):
     ttl_s: Duration = field(name="ttl", default=7 * 86400.0)
     max_sessions: Count = 10_000
     max_tokens_per_session: Count = 1 << 20
+    pin_for_s: Duration = field(name="pin_for", default=86400.0)
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):

@@ -317,6 +317,9 @@ class Daemon:
             case wire.SessionPin():
                 store.sessions.pin(request, reply)
                 return None
+            case wire.SessionHint():
+                store.sessions.hint(request, reply)
+                return None
             case wire.SessionDelete():
                 store.sessions.delete(request, reply)
                 return None
@@ -343,6 +346,8 @@ class Daemon:
                 store.report(engine, request)
             case wire.Observe():
                 store.observe(request)
+            case wire.Hint():
+                store.hint(engine, request)
         return wire.Done()
 
     def _engine(self, header: Header) -> Engine:

@@ -35,6 +35,8 @@ HEADER_BYTES: Final = _HEADER.size
 Epoch = NewType("Epoch", int)
 Incarnation = NewType("Incarnation", int)
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+# In steps: each lets blocks go later, or sooner, than those that are as likely to be used again.
+Priority = Annotated[int, msgspec.Meta(ge=-2, le=2)]
 _T = TypeVar("_T")
 
 
@@ -247,6 +249,24 @@ class Committed(Message, frozen=True, tag=True):
 # ---------------------------------------------------------------- what the engine did
 
 
+class Hint(Message, frozen=True, tag=True):
+    """What will become of a finished request's blocks. `keys` are joined block keys of one prefix, from its first on.
+
+    `expect_followup`: another request will go on from it; `end`: none will, so it may go first. `priority` -2 … 2: goes
+    earlier or later than others. After `ttl_s` seconds without use it is as with `end`; 0: never. For `pin_s` seconds
+    the blocks are not evicted from RAM and SSD (0: unpinned), at most one pin for each engine and `pin_name`; Error
+    (busy) where more would be pinned than is allowed. The rest holds until the blocks are used again. Answered by Done.
+    """
+
+    keys: bytes
+    expect_followup: bool = False
+    end: bool = False
+    priority: Priority = 0
+    ttl_s: float = 0.0
+    pin_s: float | None = None
+    pin_name: str = ""
+
+
 class Report(Message, frozen=True, tag=True):
     """One finished request, for the statistics. Token counts partition the prompt; `hbm`, `ram`, `ssd`, `s3` were
     served from there. `miss` counts recomputed tokens by reason. Seconds as measured by the engine. `decision` is None
@@ -362,7 +382,9 @@ class SessionFound(Message, frozen=True, tag=True):
 class SessionPut(Message, frozen=True, tag=True):
     """Record a finished turn. `revision` is the one the turn began from (0: a new session). If the session has moved
     on meanwhile, or `fork` asks for it, it is saved under a new id instead. `keys` are the joined keys of all full
-    blocks of the sequence. `ttl_s` 0 takes the configured default."""
+    blocks of the sequence. `ttl_s` 0 takes the session's own or the configured default. The hints are as in `Hint`, and
+    hold until the session goes on; with `pin` its blocks stay in RAM and on SSD, for `sessions.pin_for`: Error (busy),
+    and the turn is not recorded, where a session that was not pinned does not fit."""
 
     id: str
     tenant: str
@@ -373,6 +395,9 @@ class SessionPut(Message, frozen=True, tag=True):
     fork: bool = False
     ttl_s: float = 0.0
     pin: bool | None = None
+    expect_followup: bool = False
+    end: bool = False
+    priority: Priority = 0
 
 
 class SessionSaved(Message, frozen=True, tag=True):
@@ -398,6 +423,18 @@ class SessionPin(Message, frozen=True, tag=True):
     pinned: bool
     tenant: str = ""
     namespace: bytes = b""
+
+
+class SessionHint(Message, frozen=True, tag=True):
+    """`Hint` for all blocks of a session. `ttl_s` is the session's from now on, 0: as it was. Answered by Done."""
+
+    id: str
+    tenant: str = ""
+    namespace: bytes = b""
+    expect_followup: bool = False
+    end: bool = False
+    priority: Priority = 0
+    ttl_s: float = 0.0
 
 
 class SessionDelete(Message, frozen=True, tag=True):
@@ -501,6 +538,7 @@ Request = (
     | Release
     | Store
     | Commit
+    | Hint
     | Report
     | Observe
     | DecisionGet
@@ -509,6 +547,7 @@ Request = (
     | SessionPut
     | SessionList
     | SessionPin
+    | SessionHint
     | SessionDelete
     | Evict
     | Verify

@@ -176,8 +176,7 @@ class Demoter:
     def _enter(self, block: int) -> None:
         if not self._catalog.resident(block, self._tier):
             self._catalog.set_resident(block, self._tier)
-            if self._tier in self._room.policies:
-                self._room.policies[self._tier].on_insert([block])
+            self._room.entered(self._tier, [block])
         self._on_stored(block)
 
     def _put_away(self, block: int) -> None:

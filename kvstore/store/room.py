@@ -6,15 +6,16 @@
 Freeing RAM is immediate. Freeing SSD space is a delete in the worker's queue, ahead of the writes that need it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.catalog import Catalog
 from kvstore.store.clearing import Clearing
 from kvstore.store.columns import tier_bit
+from kvstore.store.hints import Hints
 from kvstore.store.link import WorkerLink
 from kvstore.worker import ops
-from policies.base import EvictionPolicy, Ids
+from policies.base import EvictionPolicy, Hint, Ids
 from policies.eviction import choice
 from tiers.ram import RamTier, SlotRef
 from tiers.slots import slot_size
@@ -71,26 +72,50 @@ class Room:
         clock: Callable[[], float],
         ram_policy: str = "lru",
         ssd_policy: str = "lru",
+        is_pinned: Callable[[int, TierKind], bool] = lambda block, tier: False,
     ) -> None:
-        """`is_awaited` says whether a slower tier is about to copy the block from RAM."""
+        """`is_awaited` says whether a slower tier is about to copy the block from RAM, `is_pinned` whether a user wants
+        it kept in that tier."""
         self._catalog = catalog
         self._ram = ram
         self._links = links
         self._is_awaited = is_awaited
         self._clock = clock
-        in_ram = _View(catalog, TierKind.RAM, self._is_only_copy)
+        in_ram = _View(catalog, TierKind.RAM, lambda block: self._is_only_copy(block) or is_pinned(block, TierKind.RAM))
+        on_ssd = _View(catalog, TierKind.SSD, lambda block: is_pinned(block, TierKind.SSD))
         self._clearing = Clearing(
             ram, catalog.find, in_ram.pinned, lambda victim: self.free_ram(victim, "evicted"), clock
         )
         self.policies: dict[TierKind, EvictionPolicy] = {
             TierKind.RAM: choice.make(ram_policy, in_ram, clock),
-            TierKind.SSD: choice.make(ssd_policy, _View(catalog, TierKind.SSD, lambda block: False), clock),
+            TierKind.SSD: choice.make(ssd_policy, on_ssd, clock),
         }
+        self.hints = Hints()
         self.evicted = dict.fromkeys((TierKind.RAM, TierKind.SSD, TierKind.S3), 0)
         self.deleting: dict[TierKind, set[int]] = {TierKind.SSD: set(), TierKind.S3: set()}
         self._ssd_bytes_deleting = 0
         self.is_lowering = False
         self._again: list[tuple[float, TierKind, Callable[[], None]]] = []
+
+    # ------------------------------------------------------------ what the policies are told
+
+    def entered(self, tier: TierKind, blocks: Sequence[int] | Ids) -> None:
+        """These blocks are in the tier now, in prefix order."""
+        policy = self.policies.get(tier)
+        if policy is not None:
+            policy.on_insert(blocks)
+            self.hints.tell(policy, blocks)
+
+    def used(self, tier: TierKind, blocks: Sequence[int] | Ids) -> None:
+        """These blocks were used again, in prefix order; those that are not in the tier are passed over."""
+        self.policies[tier].on_access(blocks)
+        self.hints.used(blocks)
+
+    def hint(self, blocks: Ids, hint: Hint, *, is_timed: bool = False) -> None:
+        """Somebody says what will become of these blocks of one prefix, in order."""
+        self.hints.say(blocks, hint, is_timed=is_timed)
+        for policy in self.policies.values():
+            policy.on_hint(blocks, hint)
 
     # ------------------------------------------------------------ RAM
 

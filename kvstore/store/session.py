@@ -81,13 +81,18 @@ class SessionTable:
         max_tokens: int,
         wall_clock: Callable[[], float] = time.time,
         max_unsaved_bytes: int = _MAX_UNSAVED_BYTES,
+        on_adopted: Callable[["Session"], None] = lambda session: None,
+        on_removed: Callable[["Session"], None] = lambda session: None,
     ) -> None:
+        """`on_adopted` is told of each new state of a session, `on_removed` of one that ends, before it does."""
         self._catalog = catalog
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._max_tokens = max_tokens
         self._wall_clock = wall_clock
         self._max_unsaved_bytes = max_unsaved_bytes
+        self._on_adopted = on_adopted
+        self._on_removed = on_removed
         self._sessions: dict[SessionKey, Session] = {}
         # Records in memory, coldest first; one whose text is nowhere else stays.
         self._cache: OrderedDict[SessionKey, SessionRecord] = OrderedDict()
@@ -241,6 +246,7 @@ class SessionTable:
             session.ssd_revision = ssd_revision
         self._sessions[session.key] = session
         self.remember(record)
+        self._on_adopted(session)
         return session
 
     def mark_dirty(self, key: SessionKey) -> None:
@@ -265,6 +271,7 @@ class SessionTable:
 
         Their entries are pinned once, by the caller's leave, until the caller unpins them.
         """
+        self._on_removed(session)
         del self._sessions[session.key]
         self.dirty.pop(session.key, None)
         cached = self._cache.pop(session.key, None)

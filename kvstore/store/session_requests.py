@@ -14,9 +14,10 @@ from kvstore.core.outcome import Outcome, TierKind
 from kvstore.session_record import SessionKey, SessionRecord
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.burials import Burials
-from kvstore.store.catalog import Catalog, NamespaceInfo
+from kvstore.store.catalog import Catalog
 from kvstore.store.demoter import Demoter
 from kvstore.store.fetch import Reply
+from kvstore.store.keeping import Keeping, check_session_hint
 from kvstore.store.link import WorkerLink
 from kvstore.store.room import Room
 from kvstore.store.session import Session, SessionTable
@@ -46,7 +47,9 @@ class SessionRequests:
         borrowed: Borrowed,
         on_fault: Callable[[str], None],
         clock: Callable[[], float],
+        keeping: Keeping,
     ) -> None:
+        self._keeping = keeping
         self._table = table
         self._catalog = catalog
         self._links = links
@@ -144,12 +147,20 @@ class SessionRequests:
         else:
             self._reader.read(self._table.find(request.id, request.tenant, b""), now, request.deadline_s, got)
 
-    def put(self, request: wire.SessionPut, info: NamespaceInfo) -> wire.SessionSaved:
+    def put(self, request: wire.SessionPut, namespace: int) -> wire.SessionSaved:
+        """`namespace` is the catalog's id of the engine's. Raises ProtocolError."""
+        info = self._catalog.namespaces[namespace]
         if request.namespace != info.digest:
             raise ProtocolError(ErrorCode.BAD_REQUEST, "an engine records sessions of its own namespace only")
         if len(request.keys) > wire.MAX_KEYS * KEY_BYTES:
             raise ProtocolError(ErrorCode.BAD_REQUEST, f"a session has at most {wire.MAX_KEYS} blocks")
+        check_session_hint(request)
+        key = (request.tenant, request.namespace, request.id)
+        known = self._table.get(key)
+        if request.pin and (known is None or not known.pinned):
+            self._keeping.check_pin(key, request.keys, namespace)
         session, forked = self._table.put(request, info)
+        self._keeping.recorded(session, request)
         return wire.SessionSaved(session.key[2], session.revision, forked)
 
     def list(self, request: wire.SessionList) -> wire.Sessions:
@@ -165,7 +176,31 @@ class SessionRequests:
             if isinstance(found, Outcome):
                 reply(_not_got(request.id, found))
                 return
-            self._sync.set_pinned(found, request.pinned)
+            current = self._table.get(found.session_key)
+            if request.pinned and current is not None and not current.pinned:
+                try:
+                    self._keeping.check_pin(current.key, found.keys, self._namespace_of(found))
+                except ProtocolError as error:
+                    reply(wire.Error(error.code, str(error)))
+                    return
+            self._sync.change(found, pinned=request.pinned)
+            reply(wire.Done())
+
+        self._reader.read(session, self._clock(), _PIN_DEADLINE_S, got)
+
+    def hint(self, request: wire.SessionHint, reply: Reply) -> None:
+        check_session_hint(request)
+        session = self._table.find(request.id, request.tenant, request.namespace)
+        self._keeping.session_hint(session, request)
+        if not request.ttl_s:
+            reply(wire.Done())
+            return
+
+        def got(found: SessionRecord | Outcome) -> None:
+            if isinstance(found, Outcome):
+                reply(_not_got(request.id, found))
+                return
+            self._sync.change(found, ttl_s=request.ttl_s)
             reply(wire.Done())
 
         self._reader.read(session, self._clock(), _PIN_DEADLINE_S, got)
@@ -192,6 +227,9 @@ class SessionRequests:
             got(Outcome.OK)
 
     # ------------------------------------------------------------ private
+
+    def _namespace_of(self, record: SessionRecord) -> int:
+        return self._catalog.namespace_id(record.namespace, record.payload_bytes, record.root)
 
     def _buried(self, data: bytes) -> None:
         stone = tombstone.decode(data)

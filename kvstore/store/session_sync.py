@@ -96,9 +96,15 @@ class SessionSync:
         if self._second_look is not None:
             self._second_look.ended(session.blocks, self._table.dirty)
 
-    def set_pinned(self, record: SessionRecord, pinned: bool) -> None:
-        """Pin or unpin the session. No new turn, so the revision stays, but what is stored is out of date."""
-        changed = msgspec.structs.replace(record, pinned=pinned, s3_revision=0)
+    def change(self, record: SessionRecord, *, pinned: bool | None = None, ttl_s: float = 0.0) -> None:
+        """Pin or unpin the session, or give it another time to live (0: leave it). No new turn, so the revision stays,
+        but what is stored is out of date."""
+        changed = msgspec.structs.replace(
+            record,
+            pinned=record.pinned if pinned is None else pinned,
+            ttl_s=ttl_s or record.ttl_s,
+            s3_revision=0,
+        )
         session = self._table.get(record.session_key)
         if session is not None:
             changed = msgspec.structs.replace(changed, s3_etag=session.s3_etag, bucket_revision=session.bucket_revision)

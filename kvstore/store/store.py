@@ -28,6 +28,7 @@ from kvstore.store.engines import Engine, EngineTable
 from kvstore.store.evict import Eviction, check_order
 from kvstore.store.fetch import MAX_FETCHES, Fetches, Reply
 from kvstore.store.grants import Grants
+from kvstore.store.keeping import Keeping, make_pins
 from kvstore.store.lease import MAX_LEASES, LeaseTable
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
@@ -84,9 +85,18 @@ class Store:
         self._ram_bytes_in = self._ram_bytes_out = 0
         self._demoters: dict[TierKind, Demoter] = {}
         self._catalog = catalog = Catalog(self._on_removed, _CAPACITY)
+        pins = make_pins(catalog, config, ram.usage().capacity_bytes or 0)
         self._room = Room(
-            catalog, ram, links, self._is_awaited, clock, ram_policy=config.ram.policy, ssd_policy=config.ssd.policy
+            catalog,
+            ram,
+            links,
+            self._is_awaited,
+            clock,
+            ram_policy=config.ram.policy,
+            ssd_policy=config.ssd.policy,
+            is_pinned=pins.holds,
         )
+        self.keeping = Keeping(catalog, self._room, pins, config.sessions.pin_for_s, clock)
         self._loader = Loader(catalog, ram, links, self._room, self._on_loaded, self._on_lost)
         self._grants = Grants(catalog, ram, self._room)
         self._leases = LeaseTable(catalog)
@@ -108,10 +118,20 @@ class Store:
             max_sessions=config.sessions.max_sessions,
             max_tokens=config.sessions.max_tokens_per_session,
             wall_clock=wall_clock,
+            on_adopted=self.keeping.adopted,
+            on_removed=self.keeping.removed,
         )
         self._census = SessionCensus(self._session_table)
         self.sessions = SessionRequests(
-            self._session_table, catalog, links, self._demoters, self._room, self._borrowed, self._errors.add, clock
+            self._session_table,
+            catalog,
+            links,
+            self._demoters,
+            self._room,
+            self._borrowed,
+            self._errors.add,
+            clock,
+            self.keeping,
         )
         if TierKind.S3 in links:
             links[TierKind.S3].on_tombstones = self.sessions.buried
@@ -142,6 +162,7 @@ class Store:
         if now >= self._next_expiry:
             self._next_expiry = now + _EXPIRY_EVERY_S
             self.sessions.expire(now)
+            self.keeping.expire(now)
             self._write_down_again()
         if now >= self._next_housekeeping or self._room.is_lowering:
             self._room.keep_below(self._config.ram.high_watermark, self._config.ram.low_watermark)
@@ -189,7 +210,7 @@ class Store:
                 blocks = blocks[~np.isin(blocks, list(self._room.deleting[TierKind.SSD]))]
             self._review.saw(blocks)
             inserted = self._catalog.set_resident_many(blocks, TierKind.SSD)
-            self._room.policies[TierKind.SSD].on_insert(inserted)
+            self._room.entered(TierKind.SSD, inserted)
         for data in reply.records:
             if self._review.is_running:
                 self._review.saw_record(data)
@@ -234,6 +255,7 @@ class Store:
         """End all grants and leases of the engine, which writes and reads no more."""
         self._fetches.release_all(engine.incarnation)
         self._grants.abandon_all(engine)
+        self.keeping.detached(engine)
         self._engines.remove(engine)
 
     # ------------------------------------------------------------ lookup and fetch
@@ -257,9 +279,9 @@ class Store:
         now = self._clock()
         touched = self._fetches.begin(keys, engine.namespace, engine.incarnation, now, request.deadline_s, reply)
         self._ram_bytes_out += len(touched) * self._catalog.namespaces[engine.namespace].payload_bytes
-        self._room.policies[TierKind.RAM].on_access(touched)
+        self._room.used(TierKind.RAM, touched)
         on_ssd = [block for block in touched if self._catalog.resident(block, TierKind.SSD)]
-        self._room.policies[TierKind.SSD].on_access(on_ssd)
+        self._room.used(TierKind.SSD, on_ssd)
 
     def release(self, engine: Engine, request: wire.Release) -> None:
         self._errors.add("stale_slot", request.stale)
@@ -293,10 +315,14 @@ class Store:
                 committed.append(block)
         self._blocks_stored += len(committed)
         self._ram_bytes_in += len(committed) * self._catalog.namespaces[engine.namespace].payload_bytes
-        self._room.policies[TierKind.RAM].on_insert(committed)
+        self._room.entered(TierKind.RAM, committed)
         self._write_down(committed)
         self._upload(committed)
         return wire.Committed(bytes(outcomes))
+
+    def hint(self, engine: Engine, request: wire.Hint) -> None:
+        _checked_keys(request.keys)
+        self.keeping.hint(engine, request)
 
     def report(self, engine: Engine, request: wire.Report) -> None:
         try:
@@ -314,7 +340,7 @@ class Store:
             self._errors.add(kind, number)
 
     def session_put(self, engine: Engine, request: wire.SessionPut) -> wire.SessionSaved:
-        return self.sessions.put(request, self._catalog.namespaces[engine.namespace])
+        return self.sessions.put(request, engine.namespace)
 
     # ------------------------------------------------------------ operation
 
@@ -362,6 +388,7 @@ class Store:
                 "requests": {**self._requests.snapshot(), "decisions": self.decisions.snapshot()},
                 "errors": error_counts(self._errors, self._links),
                 "sessions": self._census.snapshot(),
+                "pins": self.keeping.pins.snapshot(),
                 "discovery": {} if self._discovery is None else self._discovery.counts.snapshot(),
                 "store": {"blocks_stored": self._blocks_stored, "refused": self._refused.snapshot()},
             }
@@ -378,6 +405,7 @@ class Store:
         writing = {grant.block for grant in grants}
         pins.update(grant.parent for grant in grants if grant.parent >= 0)
         refs = Counter(block for session in self._session_table for block in session.blocks.tolist())
+        refs.update(self.keeping.pins.blocks())
         self._catalog.check_uses(pins, writing, refs)
         in_ram = {self._catalog.key(block) for block in self._catalog.blocks_resident(TierKind.RAM)}
         reserved = sum(len(engine.grants) for engine in self._engines) + len(self._loader)
@@ -445,9 +473,9 @@ class Store:
         self._review.saw(block)
 
     def _on_loaded(self, block: int) -> None:
-        self._room.policies[TierKind.RAM].on_insert([block])
+        self._room.entered(TierKind.RAM, [block])
         if self._catalog.resident(block, TierKind.SSD):
-            self._room.policies[TierKind.SSD].on_access([block])
+            self._room.used(TierKind.SSD, [block])
         else:
             self._write_down([block])
 
@@ -461,6 +489,7 @@ class Store:
         for demoter in self._demoters.values():
             demoter.forget(block)
         self._borrowed.removed(block)
+        self._room.hints.ended(block)
 
 
 def _nothing(_: int) -> None:

@@ -16,7 +16,7 @@ from engine.attention import SequenceSlice
 from kvstore import wire
 from kvstore.client import GrantedBlock, LandedBlock, LookupResult, StoreGrant
 from kvstore.core.errors import ProtocolError, TierUnavailable
-from kvstore.core.key import BlockKey, Namespace
+from kvstore.core.key import BlockKey, Namespace, join_keys
 from kvstore.core.outcome import Outcome, TierKind
 from tiers.region import Region
 
@@ -124,10 +124,13 @@ class FakeStore:
     block_bytes: int = 32
     up: bool = True
     put_refused: str = ""
+    refuses_pins: bool = False
+    puts: list[wire.SessionPut] = field(default_factory=list)
     tier: TierKind = TierKind.RAM
     blocks: dict[BlockKey, bytes] = field(default_factory=dict)
     sessions: dict[tuple[str, str], wire.SessionView] = field(default_factory=dict)
     reports: list[wire.Report] = field(default_factory=list)
+    hints: list[wire.Hint] = field(default_factory=list)
     observed: list[dict[str, int]] = field(default_factory=list)
     deadlines: list[float] = field(default_factory=list)
     writing: dict[BlockKey, bytearray] = field(default_factory=dict)
@@ -269,6 +272,20 @@ class FakeClient:
                 outcomes.append(Outcome.OK)
         return outcomes
 
+    def hint(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        expect_followup: bool = False,
+        end: bool = False,
+        priority: int = 0,
+        ttl_s: float = 0.0,
+        pin_s: float | None = None,
+        pin_name: str = "",
+    ) -> None:
+        joined = join_keys(keys)
+        self._store.hints.append(wire.Hint(joined, expect_followup, end, priority, ttl_s, pin_s, pin_name))
+
     def report(self, report: wire.Report) -> None:
         self._store.reports.append(report)
 
@@ -284,6 +301,9 @@ class FakeClient:
         store = self._call()
         if store.put_refused:
             raise ProtocolError(store.put_refused, "not now")
+        if store.refuses_pins and put.pin:
+            raise ProtocolError(wire.ErrorCode.BUSY, "not pinned")
+        store.puts.append(put)
         with store.lock:
             now = store.sessions.get((put.tenant, put.id))
             forked = put.fork or (now.revision if now else 0) != put.revision

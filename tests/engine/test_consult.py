@@ -11,7 +11,7 @@ from engine.consult import Consult, Limits
 from engine.counters import Counters
 from engine.link import Roots
 from engine.request import Request, Served
-from engine.turn import Ask, Refused, Saved, Turn
+from engine.turn import Ask, Keep, Refused, Saved, Turn
 from kvstore.core.key import chain_keys
 from kvstore.core.outcome import TierKind
 from kvstore.wire import ErrorCode
@@ -373,3 +373,34 @@ def test_faults_are_told_once_the_daemon_can_be_told(desk: Desk, store: FakeStor
     desk.settle()
     desk.settle()
     assert store.observed == [{"stale_slot": 2}]
+
+
+# ---------------------------------------------------------------- what will become of it
+
+
+def test_what_a_client_says_will_become_of_a_session_goes_with_its_turn(store: FakeStore, desk: Desk) -> None:
+    desk.chat("chat", "hello there", keep=Keep(end=True, priority=-1, ttl_s=60.0, pin=True))
+    put = store.puts[-1]
+    assert (put.end, put.expect_followup, put.priority, put.ttl_s, put.pin) == (True, False, -1, 60.0, True)
+    assert not store.hints
+
+
+def test_what_it_says_of_a_prompt_without_a_session_goes_with_the_blocks_of_the_prompt(
+    store: FakeStore, desk: Desk
+) -> None:
+    turn = desk.open(prompt=list(range(10)), keep=Keep(expect_followup=True, pin=True))
+    assert turn.request is not None
+    desk.consult.close(turn, [1, 2], "x").result(10)
+    desk.settle()
+    (hint,) = store.hints
+    assert hint.keys == b"".join(turn.request.keys[:2]) and hint.expect_followup and hint.pin_s == 3600.0
+    desk.consult.close(desk.open(prompt=list(range(10))), [1], "x").result(10)
+    desk.settle()
+    assert len(store.hints) == 1, "who says nothing costs no message"
+
+
+def test_a_turn_that_cannot_be_pinned_is_recorded_all_the_same(store: FakeStore, desk: Desk) -> None:
+    store.refuses_pins = True
+    saved = desk.chat("chat", "hello there", keep=Keep(pin=True))
+    assert saved.in_kvstore and store.puts[-1].pin is None
+    assert desk.counters.snapshot()["pins_refused"] == 1

@@ -171,6 +171,16 @@ def test_what_is_not_served_is_refused_by_name(shared: Served, fields: dict[str,
     assert text in response.json()["error"]["message"]
 
 
+def test_what_will_become_of_a_chat_reaches_kvstore(shared: Served, store: FakeStore) -> None:
+    shared.chat("hello", session_id="said", expect_followup=True, priority=1, ttl=60, pin=True)
+    put = next(put for put in store.puts if put.id == "said")
+    assert (put.expect_followup, put.end, put.priority, put.ttl_s, put.pin) == (True, False, 1, 60.0, True)
+    answer = shared.http.post(
+        "/v1/completions", json={"prompt": "x", "max_tokens": 1, "end": True, "expect_followup": True}
+    )
+    assert answer.status_code == 400 and "contradict" in answer.text
+
+
 def test_neutral_and_harmless_fields_are_accepted(shared: Served) -> None:
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
     response = shared.chat(

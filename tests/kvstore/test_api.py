@@ -113,6 +113,16 @@ def test_a_session_is_pinned_and_deleted_for_its_tenant() -> None:
     assert client.calls == [("session_pin", "a", True, "t"), ("session_delete", "a", "")]
 
 
+def test_what_will_become_of_a_session_can_be_said_and_is_checked() -> None:
+    client = FakeClient(session("a"))
+    said = Api(client)("POST", "/v1/sessions/a/hint", json={"end": True, "ttl_s": 60}, params={"tenant": "t"})
+    assert said.json() == {"id": "a"}
+    wanted = {"tenant": "t", "expect_followup": False, "end": True, "priority": 0, "ttl_s": 60.0}
+    assert client.calls == [("session_hint", "a", wanted)]
+    assert error_of(Api(client)("POST", "/v1/sessions/a/hint", json={"priority": 3})) == (400, "bad_request")
+    assert error_of(Api(client)("POST", "/v1/sessions/b/hint", json={"end": True})) == (404, "not_found")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [

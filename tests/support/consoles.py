@@ -121,6 +121,10 @@ class FakeClient:
         self._called("session_pin", session_id, pinned, tenant)
         self._known(session_id)
 
+    def session_hint(self, session_id: str, **said: Any) -> None:
+        self._called("session_hint", session_id, said)
+        self._known(session_id)
+
     def session_delete(self, session_id: str, tenant: str = "", namespace: bytes = b"") -> wire.SessionDeleted:
         self._called("session_delete", session_id, tenant)
         self._known(session_id)

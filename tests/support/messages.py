@@ -39,6 +39,8 @@ REQUESTS: list[wire.Message] = [
     wire.SessionPut("chat", "", NAMESPACE.digest(), 0, [MESSAGE], KEYS, False, 60.0, True),
     wire.SessionList(None, 10),
     wire.SessionPin("chat", True, "", NAMESPACE.digest()),
+    wire.SessionHint("chat", "", NAMESPACE.digest(), False, True, 1, 60.0),
+    wire.Hint(b"k" * 64, True, False, -1, 5.0, 60.0, "why"),
     wire.SessionDelete("chat", "", NAMESPACE.digest()),
     wire.Evict(["ram"], False),
     wire.Verify(["ssd"], True, False),
