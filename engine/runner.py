@@ -65,11 +65,13 @@ class Runner:
         """Run `action` on the step loop's thread, between two steps; returns at once. Any thread may call."""
         self._inbox.put(action)
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End after the present step; requests that are left end with an error. Idempotent."""
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End after the present step; requests that are left end with an error. Return whether it has ended in time.
+        Idempotent."""
         self._inbox.put(self._stop)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def warm_up(self, chunk_tokens: int, block_table: Sequence[int]) -> None:
         """Run some steps over the given free pool blocks, which cover 5/4 chunks and a token more. To be called before

@@ -28,6 +28,7 @@ from kvstore.core.errors import ConfigError
 from kvstore.core.hosts import is_loopback
 from kvstore.core.units import parse_size
 from kvstore.names import check_import_names
+from policies.saved_profile import default_folder as default_profile_dir
 from tiers.hbm import HbmTier
 
 _DRAIN_S = 10.0
@@ -154,6 +155,10 @@ def main(
     kv_store_dtype: Annotated[
         str, typer.Option("--kv-store-dtype", help="auto: KV is stored as it is; int8 or fp8: smaller, not lossless.")
     ] = "auto",
+    profile_dir: Annotated[
+        Path | None,
+        typer.Option("--profile-dir", metavar="DIR", help="Where measured costs are kept; default: the state folder."),
+    ] = None,
     tenant: Annotated[str, typer.Option(help="Whose requests those are that name no tenant.")] = "",
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key per line, with its tenant if any.")
@@ -177,6 +182,7 @@ def main(
                     default_reply_tokens=min(256, max_tokens),
                     tenant=tenant,
                     kv_store_dtype=_store_dtype(kv_store_dtype),
+                    profile_dir=profile_dir if profile_dir is not None else default_profile_dir(),
                 ),
                 model=model,
                 cache_dir=cache_dir if cache_dir is not None else _default_cache_dir(),

@@ -19,6 +19,7 @@ from engine.attention import SequenceSlice
 from engine.caching import BlockCaching, Shape
 from engine.chat import Chat, Tokenizer
 from engine.consult import Consult, Limits
+from engine.cost_keeper import CostKeeper, blank_profile, device_name
 from engine.counters import Counters
 from engine.link import KVClient, Roots
 from engine.model import ModelSpec
@@ -58,7 +59,8 @@ class LanguageModel(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """`run_dir` None: no kvstore. `tenant` is whose sessions and blocks these are where nobody says otherwise.
-    `kv_store_dtype` None: blocks are stored as they are; what the engine is given as its HBM must agree."""
+    `kv_store_dtype` None: blocks are stored as they are; what the engine is given as its HBM must agree.
+    `profile_dir` None: what it measures is not kept for the next run."""
 
     run_dir: Path | None = None
     block_tokens: int = 16
@@ -70,6 +72,7 @@ class EngineOptions:
     tenant: str = ""
     warm_up: bool = True
     kv_store_dtype: QuantizedDtype | None = None
+    profile_dir: Path | None = None
 
 
 class Engine:
@@ -91,7 +94,9 @@ class Engine:
         self._max_context_tokens = spec.max_context_tokens
         self.counters, self.faults = Counters(), Counters()
         self.pool = BlockPool(pool.shape[0], shape.pool_blocks_per_block)
-        self.costs = CostModel(options.chunk_tokens, time.monotonic)
+        self._keeper = self._make_keeper(pool.device)
+        saved = None if self._keeper is None else self._keeper.saved
+        self.costs = CostModel(options.chunk_tokens, time.monotonic, saved)
         self.roots = self._make_roots(make_client)
         self._movers = None
         if self.roots is not None:
@@ -137,6 +142,8 @@ class Engine:
             self._movers.start()
         self._consult.start()
         self._runner.start()
+        if self._keeper is not None:
+            self._keeper.start()
 
     def stop(self, deadline_s: float = 10.0) -> None:
         """Give running requests, then stores and unsaved sessions, until the deadline; then end everything."""
@@ -151,7 +158,9 @@ class Engine:
         self._consult.stop(left_s())
         if self._movers is not None:
             self._movers.close(left_s())
-        self._runner.stop(left_s())
+        has_ended = self._runner.stop(left_s())
+        if self._keeper is not None:
+            self._keeper.close(self.costs.worth_saving() if has_ended else None)
         if self.roots is not None:
             self.roots.close()
 
@@ -244,6 +253,19 @@ class Engine:
             _log.warning("kvstore does not answer, so everything is recomputed until it does: %s", error)
         finally:
             client.close()
+
+    def _make_keeper(self, device: torch.device) -> CostKeeper | None:
+        options, namespace = self.options, self.namespace
+        if options.profile_dir is None:
+            return None
+        profile = blank_profile(
+            self.model_name,
+            device_name(device, namespace.dtype),
+            options.chunk_tokens,
+            namespace.block_tokens,
+            namespace.block_bytes,
+        )
+        return CostKeeper(options.profile_dir, profile, lambda: self.between_steps(self.costs.worth_saving))
 
     def _make_roots(self, make_client: Callable[[Namespace], KVClient] | None) -> Roots | None:
         run_dir = self.options.run_dir

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.core.outcome import TierKind
 from policies.confidence import Confidence
-from policies.fit import Floats, Prior, floored
+from policies.fit import Floats, Prior, known
 from policies.learner import Learner
 from policies.tier_load import TierLoad
 
@@ -129,8 +129,9 @@ class CostModel:
         self._saved = saved
         prior = Prior(_STEP_GUESS, _GUESS_DOUBT, may_be_far=True)
         if saved.step is not None:
-            prior = Prior(floored(saved.step, _STEP_GUESS), _SAVED_DOUBT, _SAVED_ANCHOR)
-        self._steps = Learner(prior, _STEP_WINDOWS)
+            prior = known(saved.step, prior, _SAVED_DOUBT, _SAVED_ANCHOR)
+        # What long contexts cost is not forgotten over many short prompts.
+        self._steps = Learner(prior, _STEP_WINDOWS, may_be_far=False)
         self._loads = {tier: TierLoad(guess, clock, saved.loads.get(tier)) for tier, guess in _LOAD_GUESS.items()}
 
     # ------------------------------------------------------------ learning

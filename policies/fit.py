@@ -44,13 +44,14 @@ _ROUNDING: Final = 1e-9
 # Where it may be far from the prior: the share of the whole that a coefficient's doubt is at least.
 _FAR_SHARE: Final = 0.5
 _FARTHEST: Final = 1000.0
-# A coefficient that was fitted to zero may come back.
+# Of what a coefficient might be: it may be wrong by as much though it was fitted to less.
 _LEAST_SHARE: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is known beforehand: positive coefficients, and how wrong each of them may be relative to the others.
+    """What is known beforehand: coefficients of at least 0, and how wrong each of them may be relative to the others.
+    `units`: as large as that for this purpose where the coefficient itself is less, so that a zero may be wrong, too.
 
     `anchor` is how many measurements its size counts as; 0: only its proportions count. `may_be_far`: a coefficient
     that makes up little of what was measured may in truth be most of it.
@@ -60,6 +61,12 @@ class Prior:
     doubt: float
     anchor: float = 0.0
     may_be_far: bool = False
+    units: tuple[float, ...] = ()
+
+    @property
+    def scale(self) -> Floats:
+        """What the doubt is relative to; above 0."""
+        return np.maximum(self.coefficients, self.units or self.coefficients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +90,7 @@ class Fitted:
 
 def unmeasured(prior: Prior) -> Fitted:
     """Return what the prior alone says."""
-    values = np.asarray(prior.coefficients)
-    return Fitted(prior.coefficients, np.diag((prior.doubt * values) ** 2), _PRIOR_NOISE)
+    return Fitted(prior.coefficients, np.diag((prior.doubt * prior.scale) ** 2), _PRIOR_NOISE)
 
 
 def fit(rows: Floats, least: Floats, most: Floats, prior: Prior) -> Fitted:
@@ -95,15 +101,18 @@ def fit(rows: Floats, least: Floats, most: Floats, prior: Prior) -> Fitted:
     if not len(rows):
         return unmeasured(prior)
     middle = np.sqrt(least * most)
-    scale = np.asarray(prior.coefficients)
-    size = np.exp(np.median(np.log(middle / (rows @ scale))) * len(rows) / (len(rows) + prior.anchor))
+    before, scale = np.asarray(prior.coefficients), prior.scale
+    expected = rows @ before
+    expected = np.where(expected > 0, expected, rows @ scale)
+    size = np.exp(np.median(np.log(middle / expected)) * len(rows) / (len(rows) + prior.anchor))
+    centre = before / scale
     scale = scale * size
     # Columns in units of the prior, so that its doubt is the same for each.
     columns = rows * scale
     doubts = np.full(len(scale), prior.doubt)
     if prior.may_be_far:
         doubts *= _farther(columns / middle[:, None])
-    solution = _huber(columns, middle, doubts)
+    solution = _huber(columns, middle, centre, doubts)
     for least_cut in _BIWEIGHT_LEAST:
         predicted = np.maximum(columns @ solution, _LEAST_PREDICTED * middle)
         target = np.minimum(np.maximum(predicted, least), most) / predicted
@@ -115,25 +124,28 @@ def fit(rows: Floats, least: Floats, most: Floats, prior: Prior) -> Fitted:
         # What does not fit because of the prior is no noise, which would give the prior a say.
         pull = np.square(min(noise, _PRIOR_NOISE) / doubts)
         gram = _definite((design * weights[:, None]).T @ design, pull)
-        solution = _non_negative(gram, design.T @ (weights * target) + pull)
+        solution = _non_negative(gram, design.T @ (weights * target) + pull * centre)
     covariance = np.asarray(np.linalg.inv(gram), np.float64) * noise**2 * np.outer(scale, scale)
     return Fitted(tuple((solution * scale).tolist()), covariance, noise)
 
 
-def floored(coefficients: Sequence[float], prior: Sequence[float]) -> tuple[float, ...]:
-    """Return the coefficients with a small share of the prior's where they are less, so that they can be a prior."""
-    size = max(value / before for value, before in zip(coefficients, prior, strict=True))
-    return tuple(max(value, _LEAST_SHARE * size * before) for value, before in zip(coefficients, prior, strict=True))
+def known(
+    coefficients: tuple[float, ...], guess: Prior, doubt: float, anchor: float = 0.0, *, may_be_far: bool = False
+) -> Prior:
+    """Return what was found as the prior of what comes; `guess` tells how large a coefficient might be that is 0."""
+    size = max(value / before for value, before in zip(coefficients, guess.scale.tolist(), strict=True))
+    units = tuple((_LEAST_SHARE * size * guess.scale).tolist())
+    return Prior(coefficients, doubt, anchor, may_be_far, units)
 
 
-def _huber(columns: Floats, middle: Floats, doubts: Floats) -> Floats:
+def _huber(columns: Floats, middle: Floats, centre: Floats, doubts: Floats) -> Floats:
     design = columns / middle[:, None]
     pull = np.square(_PRIOR_NOISE / doubts)
     weights = np.ones(len(middle))
-    solution = np.ones(columns.shape[1])
+    solution = centre
     for _ in range(_HUBER_ROUNDS):
         weighted = design * weights[:, None]
-        solution = _non_negative(_definite(weighted.T @ design, pull), weighted.sum(axis=0) + pull)
+        solution = _non_negative(_definite(weighted.T @ design, pull), weighted.sum(axis=0) + pull * centre)
         weights = np.minimum(1.0, _HUBER_DELTA / np.maximum(np.abs(design @ solution - 1.0), 1e-12))
     return solution
 

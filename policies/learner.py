@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from policies.fit import Fitted, Floats, Prior, fit, floored, unmeasured
+from policies.fit import Fitted, Floats, Prior, fit, known, unmeasured
 from policies.speed import Speed
 
 # Measurements between two looks at what is known by now, which is then the prior of what comes.
@@ -25,10 +25,11 @@ _LEAST, _MOST, _AT, _NUMBER = range(-4, 0)
 
 class Learner:
     """One linear cost over rows of at most 4 terms. `windows` are how many of the newest are kept, by kind: what is
-    frequent must not push out what is rare. Not thread-safe."""
+    frequent must not push out what is rare. `may_be_far`: see `Prior`; of what was learned. Not thread-safe."""
 
-    def __init__(self, prior: Prior, windows: Sequence[int]) -> None:
+    def __init__(self, prior: Prior, windows: Sequence[int], *, may_be_far: bool) -> None:
         self._first = prior
+        self._may_be_far = may_be_far
         self.prior = prior
         self._rings = [_Ring(size, len(prior.coefficients)) for size in windows]
         self._speed = Speed()
@@ -79,8 +80,8 @@ class Learner:
         self._fitted = fit(samples[:, :_LEAST], samples[:, _LEAST], samples[:, _MOST], self.prior)
         if self._seen - self._settled_at >= _SETTLE_EVERY:
             self._settled_at = self._seen
-            known = floored(self._fitted.coefficients, self._first.coefficients)
-            self.prior = Prior(known, _SETTLED_DOUBT, may_be_far=self._first.may_be_far)
+            far = self._may_be_far
+            self.prior = known(self._fitted.coefficients, self._first, _SETTLED_DOUBT, may_be_far=far)
 
     def _follow(self) -> None:
         """Rescale what is known from before the speed changed, if it did."""

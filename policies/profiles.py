@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kvstore.core.errors import ConfigError
-from policies.cost import PrefillCost
+from kvstore.core.outcome import TierKind
+from policies.cost import LoadCost, PrefillCost
 
 _Figures = TypeVar("_Figures")
 
@@ -21,6 +22,13 @@ EFFICIENCY: Final = 0.5
 # What a step of an engine with chunked prefill takes at most; vLLM's default for online serving (2048 tokens).
 CHUNK_TOKENS: Final = 2048
 _WEIGHT_BYTES: Final = 2
+# Assumed; both are small against what is loaded.
+RAM_LATENCY_S: Final = 1e-4
+SSD_LATENCY_S: Final = 1e-3
+# Of a common NVMe disk, and of S3 from one client; where nobody says otherwise.
+_SSD_BYTES_PER_S: Final = 7e9
+_S3_BYTES_PER_S: Final = 1e9
+_S3_LATENCY_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,15 @@ class Machine:
     def link_bytes_per_s(self) -> float:
         """Each GPU takes its own share of every block over its own link."""
         return self.gpu.link_bytes_per_s * self.gpus_per_engine
+
+    @property
+    def loads(self) -> Mapping[TierKind, LoadCost]:
+        """From RAM over PCIe, an NVMe disk at 7 GB/s, and S3 at 1 GB/s and 100 ms."""
+        return {
+            TierKind.RAM: LoadCost(RAM_LATENCY_S, 1 / self.link_bytes_per_s),
+            TierKind.SSD: LoadCost(SSD_LATENCY_S, 1 / _SSD_BYTES_PER_S),
+            TierKind.S3: LoadCost(_S3_LATENCY_S, 1 / _S3_BYTES_PER_S),
+        }
 
 
 def machine(gpu: str, model: str) -> Machine:

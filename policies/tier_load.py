@@ -7,8 +7,10 @@ it again.
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+
 from policies.confidence import Confidence
-from policies.fit import Fitted, Prior, floored
+from policies.fit import Fitted, Prior, known
 from policies.learner import Learner
 
 _WINDOW: Final = 48
@@ -32,10 +34,11 @@ class TierLoad:
         self, guess: tuple[float, float], clock: Callable[[], float], saved: tuple[float, float] | None = None
     ) -> None:
         self._clock = clock
-        self._guess = guess
         self._saved_at_s = None if saved is None else clock()
-        prior = Prior(guess, _GUESS_DOUBT, may_be_far=True) if saved is None else _saved_prior(saved, guess)
-        self._learner = Learner(prior, [_WINDOW])
+        self._guess = prior = Prior(guess, _GUESS_DOUBT, may_be_far=True)
+        if saved is not None:
+            prior = known(saved, prior, _SAVED_DOUBT, _SAVED_ANCHOR, may_be_far=True)
+        self._learner = Learner(prior, [_WINDOW], may_be_far=True)
         self._was_measured = False
         self._silence_s = 0.0
         self._silent_until_s = 0.0
@@ -81,12 +84,8 @@ class TierLoad:
         """Let what was measured last become, halfway, what is assumed, once all of it is too old."""
         if not self._learner.count() or self._learner.count(self._clock() - MAX_AGE_S):
             return
-        last = floored(self._learner.fitted().coefficients, self._guess)
-        middle = tuple((new * old) ** 0.5 for new, old in zip(last, self._learner.prior.coefficients, strict=True))
-        self._learner.forget(Prior(middle, _STALE_DOUBT, may_be_far=True))
+        last = known(self._learner.fitted().coefficients, self._guess, _STALE_DOUBT)
+        middle = np.sqrt(last.scale * self._learner.prior.scale)
+        self._learner.forget(Prior(tuple(middle.tolist()), _STALE_DOUBT, may_be_far=True))
         self._was_measured = True
         self._saved_at_s = None
-
-
-def _saved_prior(saved: tuple[float, float], guess: tuple[float, float]) -> Prior:
-    return Prior(floored(saved, guess), _SAVED_DOUBT, _SAVED_ANCHOR, may_be_far=True)

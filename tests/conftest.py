@@ -37,6 +37,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nothing_is_kept_for_the_next_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What engines measure in tests is of no use to the user's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test that leaves a file, socket, thread, child process or mapping behind.

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.outcome import TierKind
 from policies.cost import PrefillCost
-from policies.profiles import Machine
+from policies.profiles import RAM_LATENCY_S, SSD_LATENCY_S, Machine
 
 Strategy = Literal["recompute", "load", "static_cut", "two_ended", "ours"]
 # As tables name them.
@@ -18,10 +18,6 @@ STRATEGIES: Mapping[Strategy, str] = {
     "two_ended": "two-ended without queues",
     "ours": "ours",
 }
-
-# Assumed; both are small against what is loaded.
-_RAM_LATENCY_S: Final = 1e-4
-_SSD_LATENCY_S: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +74,8 @@ def setting_of(
         raise ConfigError(f"the model takes {machine.gpus_per_engine} GPUs per engine; {num_gpus} are no multiple")
     block_bytes = block_tokens * machine.model.kv_bytes_per_token
     links = {
-        TierKind.RAM: Link(_RAM_LATENCY_S, machine.link_bytes_per_s, dram_bytes // block_bytes),
-        TierKind.SSD: Link(_SSD_LATENCY_S, ssd_bytes_per_s, ssd_bytes // block_bytes),
+        TierKind.RAM: Link(RAM_LATENCY_S, machine.link_bytes_per_s, dram_bytes // block_bytes),
+        TierKind.SSD: Link(SSD_LATENCY_S, ssd_bytes_per_s, ssd_bytes // block_bytes),
         TierKind.S3: Link(s3_latency_s, s3_bytes_per_s, None),
     }
     return Setting(num_engines, machine.prefill, block_tokens, block_bytes, links, gpu_price)

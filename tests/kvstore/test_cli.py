@@ -35,6 +35,7 @@ COMMANDS = [
     ["verify"],
     ["replay"],
     ["simulate"],
+    ["plan"],
     ["chat"],
     ["demo"],
     ["bench", "tiers"],

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.fit import Fitted, Floats, Prior, fit, floored
+from policies.fit import Fitted, Floats, Prior, fit, known
 
 GUESS = Prior((1.0, 3.0), doubt=2.0, may_be_far=True)
 
@@ -66,8 +66,12 @@ def test_a_known_size_resists_a_single_measurement_and_not_several() -> None:
     assert sum(fitted([(1.0, 1.0)] * 10, [10.0] * 10, known).coefficients) == pytest.approx(10, rel=0.05)
 
 
-def test_a_prior_made_of_a_fit_has_no_zero() -> None:
-    assert floored((4.0, 0.0), (1.0, 2.0)) == (4.0, 0.16)
+def test_what_was_fitted_to_zero_may_be_wrong_too() -> None:
+    prior = known((4.0, 0.0), Prior((1.0, 2.0), 2.0), doubt=0.5)
+    assert fitted([], [], prior).coefficients == (4.0, 0.0)
+    assert prior.scale.tolist() == pytest.approx([4.0, 0.16])
+    rows = [(1.0, float(size)) for size in range(20)]
+    assert fitted(rows, [4 + 0.3 * size for _, size in rows], prior).coefficients == pytest.approx((4, 0.3), rel=0.02)
 
 
 @settings(max_examples=60, deadline=None)
