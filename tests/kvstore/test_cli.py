@@ -39,6 +39,7 @@ COMMANDS = [
     ["chat"],
     ["demo"],
     ["bench", "tiers"],
+    ["bench", "plan"],
     ["version"],
 ]
 
