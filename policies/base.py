@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
+Names = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class EvictableView(Protocol):
         """What names the block also after it left, when its id may have become another's; 64 bits."""
         ...
 
+    def names_of(self, blocks: Ids) -> Names:
+        """`name` of each of the blocks."""
+        ...
+
     def size_bytes(self, block: int) -> int: ...
 
 
@@ -76,6 +81,10 @@ class EvictionPolicy(Protocol):
 
     def on_remove(self, block: int) -> None:
         """Leaves the tier; the view still knows it. A block that is not in the tier is passed over."""
+        ...
+
+    def on_remove_many(self, blocks: Sequence[int]) -> None:
+        """`on_remove` for each of the blocks, in this order; the view still knows all of them."""
         ...
 
     def victims(self, bytes_needed: int) -> list[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from policies.base import EvictionPolicy, Hint, Ids
+from policies.base import EvictionPolicy, Hint, Ids, Names
 from policies.eviction.belady import NOT_AGAIN
 from policies.trace import Trace
 
@@ -92,6 +92,9 @@ class ReplayTier:
     def name(self, block: int) -> int:
         return block
 
+    def names_of(self, blocks: Ids) -> Names:
+        return blocks.astype(np.uint64)
+
     def size_bytes(self, block: int) -> int:
         return 1
 
@@ -102,13 +105,12 @@ class ReplayTier:
         self._children[parents[parents >= 0]] += 1
         self.num_resident += len(blocks)
 
-    def drop(self, block: int) -> None:
-        assert not self._children[block], "a block was evicted before what continues it"
-        self.resident[block] = False
-        parent = self._parents[block]
-        if parent >= 0:
-            self._children[parent] -= 1
-        self.num_resident -= 1
+    def drop(self, blocks: Ids) -> None:
+        self.resident[blocks] = False
+        parents = self._parents[blocks]
+        np.subtract.at(self._children, parents[parents >= 0], 1)
+        assert not self._children[blocks].any(), "a block was evicted before what continues it"
+        self.num_resident -= len(blocks)
 
 
 # Makes a policy for a view; the array says for each block which request needs it next (policies/eviction/belady.py).
@@ -169,9 +171,8 @@ def replay(accesses: Accesses, capacity_blocks: int, make_policy: MakePolicy) ->
         if too_many > 0:
             victims = policy.victims(too_many)
             assert len(victims) == too_many, "the policy found no room, though nothing is pinned"
-            for block in victims:
-                policy.on_remove(block)
-                tier.drop(block)
+            policy.on_remove_many(victims)
+            tier.drop(np.array(victims, dtype=np.int32))
             evicted += len(victims)
     return Replayed(
         capacity_blocks,
@@ -198,6 +199,8 @@ class _KeepAll:
     def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None: ...
 
     def on_remove(self, block: int) -> None: ...
+
+    def on_remove_many(self, blocks: Sequence[int]) -> None: ...
 
     def victims(self, bytes_needed: int) -> list[int]:
         return []

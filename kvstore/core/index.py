@@ -145,6 +145,11 @@ class KeyIndex:
     def key(self, known_id: int) -> BlockKey:
         return BlockKey(bytes(self._key_bytes[known_id * KEY_BYTES : (known_id + 1) * KEY_BYTES]))
 
+    def first_words(self, known_ids: Ids) -> Words:
+        """Return the first 64 bits of each id's key."""
+        words: Words = self._keys[known_ids, 0]
+        return words
+
     def is_known(self) -> npt.NDArray[np.bool_]:
         """Say of each id that was ever given out whether it is in use, by looking its key up, [num_ids] bool."""
         ids = np.arange(self._next_id)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.block import BlockMeta
-from kvstore.core.index import Ids, KeyIndex, as_words
+from kvstore.core.index import Ids, KeyIndex, Words, as_words
 from kvstore.core.key import KEY_BYTES, BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import bulk
@@ -109,6 +109,10 @@ class Catalog:
 
     def key(self, block: int) -> BlockKey:
         return self._index.key(block)
+
+    def names_of(self, blocks: Ids) -> Words:
+        """Return 64 bits of each block's key."""
+        return self._index.first_words(blocks)
 
     def meta(self, block: int) -> BlockMeta:
         parent = int(self._columns.parent[block])

@@ -45,6 +45,7 @@ class _View:
         self._must_stay = must_stay
         self.parent = catalog.parent
         self.parents_of = catalog.parents_of
+        self.names_of = catalog.names_of
         self.size_bytes = catalog.size_bytes
 
     def pinned(self, block: int) -> bool:

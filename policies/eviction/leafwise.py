@@ -113,22 +113,29 @@ class Leafwise:
         self._requeue(ids)
 
     def on_remove(self, block: int) -> None:
-        if not self._has(block):
-            return
-        self._leave(block)
-        place = int(self._places[block])
-        self._queues[place].remove(block)
-        self._sizes[place] -= 1
-        moment = int(self._moments[block])
-        self._moments[block] = NEVER
-        self._count -= 1
-        parent = self._view.parent(block)
-        if self._has(parent) and not self._waits(parent):
-            # As late as its own moment, or as that of what continued it.
-            latest = max(int(self._moments[parent]), moment)
-            self._moments[parent] = latest
-            if self._view.children(parent) <= 1:  # the block itself is still counted
-                self._queues[self._places[parent]].push(parent, latest)
+        self.on_remove_many((block,))
+
+    def on_remove_many(self, blocks: Sequence[int]) -> None:
+        gone: dict[int, int] = {}  # children by parent; the view still counts them
+        for block in blocks:
+            if not self._has(block):
+                continue
+            self._leave(block)
+            place = int(self._places[block])
+            self._queues[place].remove(block)
+            self._sizes[place] -= 1
+            moment = int(self._moments[block])
+            self._moments[block] = NEVER
+            self._count -= 1
+            parent = self._view.parent(block)
+            if self._has(parent):
+                gone[parent] = gone.get(parent, 0) + 1
+                if not self._waits(parent):
+                    # As late as its own moment, or as that of what continued it.
+                    latest = max(int(self._moments[parent]), moment)
+                    self._moments[parent] = latest
+                    if self._view.children(parent) <= gone[parent]:
+                        self._queues[self._places[parent]].push(parent, latest)
 
     def victims(self, bytes_needed: int) -> list[int]:
         view = self._view

@@ -46,7 +46,7 @@ class Leaves:
         self._places[block] = _NOWHERE
 
     def some(self, most: int, random: np.random.Generator) -> Ids:
-        """Return all where there are at most `most`, else about so many drawn at random; none twice."""
+        """Return all where there are at most `most`, else so many drawn at random, some twice."""
         if self._count <= most:
             return self._blocks[: self._count].copy()
-        return np.unique(self._blocks[random.integers(0, self._count, most)])
+        return self._blocks[random.integers(0, self._count, most)]

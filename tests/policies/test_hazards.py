@@ -4,6 +4,7 @@ import numpy as np
 
 from policies.eviction import hazards
 from policies.eviction.hazards import Hazards
+from policies.eviction.lives import Lives
 
 SOON, NEVER = 0, 1
 
@@ -12,27 +13,43 @@ def index(learned: Hazards, kind: int, age_s: float) -> float:
     return float(learned.index(np.array([kind], dtype=np.int16), np.array([age_s]))[0])
 
 
-def taught(num_lives: int, gap_s: float) -> Hazards:
+class Load:
+    """Named runs that are used again and again."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.hazards = Hazards(shape)
+        self.lives = Lives()
+        self.newest: dict[int, int] = {}
+
+    def use(self, name: int, now_s: float, kind: int) -> None:
+        if name in self.newest:
+            ended = self.lives.finish(self.newest[name], now_s)
+            if ended is not None:
+                self.hazards.end(*ended)
+        self.newest[name] = self.lives.begin(kind, now_s)
+        self.hazards.saw(kind)
+
+
+def taught(num_lives: int, gap_s: float) -> Load:
     """Names below 1000 are used again after `gap_s`, the others never."""
-    learned = Hazards((2,))
+    load = Load((2,))
     now_s = 0.0
     for number in range(num_lives):
-        for name, kind in ((number % 1000, SOON), (1000 + number, NEVER)):
-            learned.begin(name, now_s)
-            learned.classify(name, kind, 1)
+        load.use(number % 1000, now_s, SOON)
+        load.use(1000 + number, now_s, NEVER)
         now_s += gap_s / 1000
-    learned.learn(now_s)
-    return learned
+    load.hazards.learn(load.lives, now_s)
+    return load
 
 
 def test_what_is_never_used_again_is_worth_less_than_what_always_is() -> None:
-    learned = taught(5_000, gap_s=30.0)
+    learned = taught(5_000, gap_s=30.0).hazards
     assert index(learned, SOON, 0.0) > 10 * index(learned, NEVER, 0.0)
 
 
 def test_worth_rises_towards_the_time_of_the_return_and_falls_behind_it() -> None:
     """Uses per second: 30 s before the return at most 1/30, just before it many more."""
-    learned = taught(5_000, gap_s=30.0)
+    learned = taught(5_000, gap_s=30.0).hazards
     assert 0.5 / 30 < index(learned, SOON, 0.0) < 1.5 / 30
     assert index(learned, SOON, 25.0) > 2 * index(learned, SOON, 0.0)
     assert index(learned, SOON, 200.0) < index(learned, SOON, 0.0)
@@ -47,39 +64,32 @@ def test_before_anything_was_seen_the_oldest_is_worth_least() -> None:
 
 def test_a_class_that_was_hardly_seen_leans_on_those_like_it() -> None:
     """Of classes (first, second) each first one leans on its own: (0, 1) on (0, 0), and (1, 1) on (1, 0)."""
-    learned = Hazards((2, 2))
+    load = Load((2, 2))
     now_s = 0.0
     for number in range(3_000):
-        for name, kind in ((number % 500, 0), (1000 + number, 2)):
-            learned.begin(name, now_s)
-            learned.classify(name, kind, 1)
+        load.use(number % 500, now_s, 0)
+        load.use(1000 + number, now_s, 2)
         now_s += 0.01
-    for name, kind in ((9_000, 1), (9_001, 3)):
-        learned.begin(name, now_s)
-        learned.classify(name, kind, 1)
-    learned.learn(now_s + 1.0)
-    assert index(learned, 1, 0.0) > 5 * index(learned, 3, 0.0)
+    load.use(9_000, now_s, 1)
+    load.use(9_001, now_s, 3)
+    load.hazards.learn(load.lives, now_s + 1.0)
+    assert index(load.hazards, 1, 0.0) > 5 * index(load.hazards, 3, 0.0)
 
 
-def test_a_life_is_remembered_with_its_turn_until_the_memory_is_full() -> None:
-    learned = Hazards((2,))
-    learned.begin(7, 3.0)
-    learned.classify(7, SOON, 4)
-    assert learned.last_seen(7) == (3.0, 4)
-    assert learned.last_seen(8) is None
-    for number in range(hazards._MAX_LIVES):
-        learned.begin(100 + number, 4.0)
-    assert learned.last_seen(7) is None
-    assert len(learned._newest) == hazards._MAX_LIVES
+def test_what_the_client_says_counts_before_anything_was_learned() -> None:
+    told = Hazards((2,), (1.0, 4.0))
+    for age_s in (0.0, 10.0, 1_000.0):
+        assert index(told, 1, age_s) > 2 * index(told, 0, age_s)
 
 
 def test_counts_are_halved_so_that_a_new_load_is_learned() -> None:
-    learned = taught(5_000, gap_s=30.0)
+    load = taught(5_000, gap_s=30.0)
+    learned = load.hazards
     before = learned._alive[:, 0].sum()
     learned._alive *= hazards._HALVE_AT / before
     learned._ended *= hazards._HALVE_AT / before
     worth = index(learned, SOON, 0.0)
-    learned.begin(5, 40.0)
-    learned.learn(50.0)
+    load.use(5, 200.0, SOON)
+    learned.learn(load.lives, 250.0)
     assert learned._alive[:, 0].sum() < 0.6 * hazards._HALVE_AT
     assert 0.5 * worth < index(learned, SOON, 0.0) < 2 * worth

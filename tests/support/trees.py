@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from policies.base import EvictionPolicy, Ids
+from policies.base import EvictionPolicy, Ids, Names
 from policies.eviction.lru import Lru
 
 BLOCK_BYTES = 100
@@ -40,6 +40,9 @@ class Tree:
 
     def name(self, block: int) -> int:
         return block
+
+    def names_of(self, blocks: Ids) -> Names:
+        return blocks.astype(np.uint64)
 
     def clock(self) -> float:
         return self.now_s
