@@ -50,12 +50,15 @@ class Course:
         self.since_s = now_s
         for source in job.sources[: job.landed]:
             self.loaded[source] = self.loaded.get(source, 0) + 1
+        missing = len(job.keys) - job.landed
+        # Handing the job to a mover and back takes time as well; where one waited in vain that cannot be told apart.
+        last_s = max((seconds for _, _, seconds in job.loads), default=0.0)
+        around_s = 0.0 if missing else max(0.0, now_s - self.decided_s - last_s)
         for tier, _, seconds in job.loads:
             # Of a tier that fell silent there is a second entry, which is about what did not come.
             if tier in self.loaded:
-                self.load_s.setdefault(tier, seconds)
+                self.load_s.setdefault(tier, seconds + around_s)
         self.start = job.landed
-        missing = len(job.keys) - job.landed
         if missing:
             self.usable = job.landed
             if job.outcome in _LATE:

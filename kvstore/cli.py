@@ -12,7 +12,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstore.commands import bench, chat, demo, evict, plan, replay, serve, sessions, simulate, stats, verify
+from kvstore.commands import bench, chat, demo, evict, explain, plan, replay, serve, sessions, simulate, stats, verify
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
@@ -35,6 +35,7 @@ app = typer.Typer(
 app.command(epilog=serve.EXAMPLE)(serve.serve)
 app.command(epilog=stats.EXAMPLE)(stats.stats)
 app.add_typer(sessions.app, name="sessions")
+app.command(epilog=explain.EXAMPLE)(explain.explain)
 app.command(epilog=evict.EXAMPLE)(evict.evict)
 app.command(epilog=verify.EXAMPLE)(verify.verify)
 app.command(epilog=replay.EXAMPLE)(replay.replay)
@@ -73,14 +74,14 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except KVStoreError as error:
-        code, advice = explain(error)
+        code, advice = code_and_advice(error)
         typer.echo(f"kvstore: {error}", err=True)
         if advice:
             typer.echo(advice, err=True)
         sys.exit(code)
 
 
-def explain(error: KVStoreError) -> tuple[int, str]:
+def code_and_advice(error: KVStoreError) -> tuple[int, str]:
     """Return the exit code of a fault and, where the message does not say it, what to do about it."""
     if isinstance(error, ConfigError):
         return EXIT_USAGE, ""
@@ -90,7 +91,7 @@ def explain(error: KVStoreError) -> tuple[int, str]:
         return EXIT_UNREACHABLE, "Is it running? Start it with 'kvstore serve', or name its folder with --run-dir."
     if isinstance(error, ProtocolError):
         if error.code == ErrorCode.NOT_FOUND:
-            return EXIT_NOT_FOUND, "See 'kvstore sessions list'."
+            return EXIT_NOT_FOUND, "See 'kvstore sessions list', or 'kvstore explain' for requests."
         if error.code == ErrorCode.VERSION:
             return EXIT_FAULT, f"This is kvstore {VERSION}; the daemon is another version. Restart it."
         if error.code == ErrorCode.BUSY:

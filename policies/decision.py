@@ -93,9 +93,10 @@ class Happened:
     """How it went. `ttft_s` counts from the request's arrival, `waited_s` of it passed before the decision.
 
     Blocks [start, end) were computed and the other cached ones loaded: `loaded` blocks by tier, the last of which was
-    in HBM `load_s` after the decision. `compute_s` is what computing took up to the first token. Of the blocks that
-    were to be loaded, `late` did not come in time, `failed` were not there or not valid, and `abandoned` were not
-    needed any more, since computing was there first. `usable` is how many leading cached blocks could have been loaded.
+    in HBM `load_s` after the decision. `compute_s` is what computing took up to the first token, without the time that
+    it waited for loads. Of the blocks that were to be loaded, `late` did not come in time, `failed` were not there or
+    not valid, and `abandoned` were not needed any more, since computing was there first. `usable` is how many leading
+    cached blocks could have been loaded.
     """
 
     ttft_s: float

@@ -7,7 +7,8 @@ What is known afterwards:
   count as not cached (`Happened.usable`);
 - what computing and each tier cost, as the cost model has it at the first token, times how much slower or faster than
   that the request itself found it, wherever it did enough of it to tell: computed a quarter of what was to compute,
-  loaded a quarter of a tier's blocks.
+  loaded a quarter of a tier's blocks. Where it computed less, the seconds that took beyond the predicted ones are
+  added to every plan: the last step, which all of them have, was that slow.
 
 The queues are those of the decision, and the seconds before it no plan could have saved. So what the engine or the
 machine did slower than usual is charged to every plan and not to the choice; what is left is how much sooner the first
@@ -79,17 +80,18 @@ def judged(decision: Decision, prefill: PrefillCost, loads: Mapping[TierKind, Lo
         tiers,
         situation.gpu_queue_s,
     )
-    prefill = _as_found(prefill, situation, happened)
+    prefill, extra_s = _as_found(prefill, situation, happened)
     known = {tier: _load_as_found(tier, loads[tier], situation, happened) for tier in set(tiers)}
     best = compare(question, prefill, known).best
     return replace(
         decision,
-        regret_s=happened.ttft_s - (happened.waited_s + best.seconds),
-        best_afterwards=_plan(best, kind_of(best.start, best.end, len(tiers))),
+        regret_s=happened.ttft_s - (happened.waited_s + best.seconds + extra_s),
+        best_afterwards=_plan(replace(best, seconds=best.seconds + extra_s), kind_of(best.start, best.end, len(tiers))),
     )
 
 
-def _as_found(prefill: PrefillCost, situation: Situation, happened: Happened) -> PrefillCost:
+def _as_found(prefill: PrefillCost, situation: Situation, happened: Happened) -> tuple[PrefillCost, float]:
+    """Return what computing cost, and the seconds that every plan takes besides."""
     stride, prompt, cached = situation.block_tokens, situation.prompt_tokens, situation.num_cached
     resident = situation.resident_blocks * stride
     from_tokens = resident + happened.start * stride
@@ -100,32 +102,34 @@ def _as_found(prefill: PrefillCost, situation: Situation, happened: Happened) ->
         middle, rest_from = (happened.end - happened.start) * stride, resident + cached * stride
         computed = middle + prompt - rest_from
         predicted_s = prefill.predict(middle, from_tokens) + prefill.predict(prompt - rest_from, rest_from)
-    factor = _factor(happened.compute_s, predicted_s, computed, prompt - resident)
-    return replace(
+    if happened.compute_s <= 0:
+        return prefill, 0.0
+    if computed < _TELLING * (prompt - resident):
+        return prefill, max(0.0, happened.compute_s - predicted_s)
+    factor = happened.compute_s / predicted_s if predicted_s > 0 else 1.0
+    as_found = replace(
         prefill,
         per_step_s=prefill.per_step_s * factor,
         per_token_s=prefill.per_token_s * factor,
         per_pair_s=prefill.per_pair_s * factor,
     )
+    return as_found, 0.0
 
 
 def _load_as_found(tier: TierKind, load: LoadCost, situation: Situation, happened: Happened) -> LoadCost:
-    loaded = happened.loaded.get(tier, 0)
+    loaded, real_s = happened.loaded.get(tier, 0), happened.load_s.get(tier, 0.0)
     there = sum(run.blocks for run in situation.cached if run.tier is tier)
     queued = replace(load, queue_s=situation.tier_queue_s.get(tier, 0.0))
-    factor = _factor(
-        happened.load_s.get(tier, 0.0), queued.predict(loaded * situation.block_bytes), loaded, max(there, 1)
-    )
+    predicted_s = queued.predict(loaded * situation.block_bytes)
+    if real_s <= 0 or predicted_s <= 0 or loaded < _TELLING * there:
+        return queued
+    factor = real_s / predicted_s
     return replace(
         queued,
         latency_s=queued.latency_s * factor,
         per_byte_s=queued.per_byte_s * factor,
         queue_s=queued.queue_s * factor,
     )
-
-
-def _factor(real_s: float, predicted_s: float, done: int, of: int) -> float:
-    return real_s / predicted_s if real_s > 0 and predicted_s > 0 and done >= _TELLING * of else 1.0
 
 
 def _plans(compared: Comparison, num_cached: int) -> tuple[PlanSeconds, ...]:

@@ -59,16 +59,17 @@ def test_a_fetch_is_written_down_with_what_came_from_where() -> None:
     job = rig.movers.fetches.popleft()
     land(rig, job, TierKind.RAM, TierKind.SSD, TierKind.SSD)
     job.loads = [(TierKind.RAM, 32, 0.125), (TierKind.SSD, 64, 0.5)]
-    rig.now += 0.5
+    rig.now += 0.75
     rig.scheduler.fetched(job)
     rig.run()
     decision, happened = concluded(request), concluded(request).happened
     assert decision.why is Why.NOT_MEASURED and decision.chosen.kind is PlanKind.LOAD_ALL
     assert {plan.kind for plan in decision.plans} >= {PlanKind.LOAD_ALL, PlanKind.RECOMPUTE_ALL, PlanKind.PREFIX_CUT}
     assert happened is not None
-    assert happened.waited_s == pytest.approx(0.25) and happened.ttft_s == pytest.approx(0.75)
+    assert happened.waited_s == pytest.approx(0.25) and happened.ttft_s == pytest.approx(1.0)
     assert happened.loaded == {TierKind.RAM: 1, TierKind.SSD: 2}
-    assert happened.load_s == {TierKind.RAM: 0.125, TierKind.SSD: 0.5}
+    # A quarter of a second went by until a mover took the job, and until it was back.
+    assert happened.load_s == {TierKind.RAM: 0.375, TierKind.SSD: 0.75}
     assert (happened.start, happened.end, happened.usable) == (3, 3, 3)
     assert decision.regret_s is not None
 

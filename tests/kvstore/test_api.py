@@ -19,6 +19,7 @@ from kvstore.core.errors import ConfigError, ProtocolError, TierUnavailable
 from kvstore.guard import MAX_BODY_BYTES
 from kvstore.wire import ErrorCode
 from tests.support.consoles import FakeClient, session
+from tests.support.decisions import decision_view
 
 TOKEN = "correct-horse-battery"
 
@@ -121,6 +122,29 @@ def test_what_will_become_of_a_session_can_be_said_and_is_checked() -> None:
     assert client.calls == [("session_hint", "a", wanted)]
     assert error_of(Api(client)("POST", "/v1/sessions/a/hint", json={"priority": 3})) == (400, "bad_request")
     assert error_of(Api(client)("POST", "/v1/sessions/b/hint", json={"end": True})) == (404, "not_found")
+
+
+def test_decisions_are_listed_and_shown_one_by_one_with_tiers_by_name() -> None:
+    client = FakeClient()
+    client.decisions = [decision_view("a"), decision_view("b", decision=None)]
+    listed = Api(client)("GET", "/v1/decisions", params={"limit": 1, "tenant": "t"}).json()
+    assert [view["id"] for view in listed["decisions"]] == ["a"] and listed["total"] == 2
+    shown = Api(client)("GET", "/v1/decisions/a").json()
+    assert shown == listed["decisions"][0]
+    decision = shown["decision"]
+    assert decision["situation"]["cached"] == [{"tier": "ram", "blocks": 3}, {"tier": "s3", "blocks": 4}]
+    assert decision["happened"]["loaded"] == {"ram": 3, "s3": 1} and decision["chosen"]["kind"] == "interval"
+    assert Api(client)("GET", "/v1/decisions/b").json()["decision"] is None
+    assert error_of(Api(client)("GET", "/v1/decisions/c")) == (404, "not_found")
+    assert client.calls[:2] == [("decision_list", "t", 1), ("decision_get", "a", None)]
+
+
+def test_decisions_need_the_token_and_a_limit_that_makes_sense(token_file: Path) -> None:
+    api = Api(FakeClient(), HttpConfig(token_file=str(token_file)))
+    for path in ("/v1/decisions", "/v1/decisions/a"):
+        assert error_of(api("GET", path))[0] == 401
+    for limit in ("0", "1001", "many"):
+        assert error_of(Api(FakeClient())("GET", "/v1/decisions", params={"limit": limit})) == (400, "bad_request")
 
 
 @pytest.mark.parametrize(

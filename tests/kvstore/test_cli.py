@@ -16,6 +16,7 @@ import pytest
 from kvstore import cli, wire
 from kvstore.commands import chat as chat_command
 from kvstore.commands import common, evict, sessions
+from kvstore.commands import explain as explain_command
 from kvstore.commands import stats as stats_command
 from kvstore.core.errors import ConfigError, CorruptBlock, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.version import VERSION
@@ -31,6 +32,7 @@ COMMANDS = [
     ["sessions", "pin"],
     ["sessions", "unpin"],
     ["sessions", "delete"],
+    ["explain"],
     ["evict"],
     ["verify"],
     ["replay"],
@@ -61,7 +63,7 @@ def client() -> FakeClient:
 @pytest.fixture
 def run(client: FakeClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a command in this process, with a client that answers from memory."""
-    for module in (stats_command, sessions, evict, chat_command):
+    for module in (stats_command, sessions, evict, explain_command, chat_command):
         monkeypatch.setattr(module, "connect", lambda *_: client)
     for variable in [name for name in os.environ if name.startswith("KVSTORE_")]:
         monkeypatch.delenv(variable)

@@ -105,6 +105,18 @@ def test_one_block_says_nothing_about_the_others() -> None:
     assert one.regret_s == pytest.approx(5.0 - compare(ask, PREFILL, LOADS).best.seconds)
 
 
+def test_a_slow_last_step_is_charged_to_every_plan_and_not_to_all_that_might_have_been_computed() -> None:
+    ask = question(*[TierKind.RAM] * 20)
+    decision = taken(ask, (20, 20))
+    load_s, rest_s = 0.02, 0.11
+    slow = went(
+        decision, ttft_s=load_s + rest_s, loaded={TierKind.RAM: 20}, load_s={TierKind.RAM: load_s}, compute_s=rest_s
+    )
+    best = compare(ask, PREFILL, LOADS).best
+    assert slow.regret_s == pytest.approx(load_s + rest_s - (best.seconds + 0.1))
+    assert slow.best_afterwards is not None and slow.best_afterwards.seconds == pytest.approx(best.seconds + 0.1)
+
+
 def test_blocks_that_could_not_be_had_are_no_alternative() -> None:
     ask = question(*[TierKind.RAM] * 20)
     decision = taken(ask, (20, 20))

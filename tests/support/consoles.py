@@ -91,6 +91,7 @@ class FakeClient:
     def __init__(self, *sessions: wire.SessionView) -> None:
         self.sessions = {view.id: view for view in sessions}
         self.snapshot = SNAPSHOT
+        self.decisions: list[wire.DecisionView] = []
         self.fault: KVStoreError | None = None
         self.calls: list[tuple[Any, ...]] = []
         self.closed = False
@@ -105,6 +106,17 @@ class FakeClient:
     def stats(self) -> dict[str, Any]:
         self._called("stats")
         return self.snapshot
+
+    def decision_get(self, request_id: str, tenant: str | None = None) -> wire.DecisionView:
+        self._called("decision_get", request_id, tenant)
+        for view in self.decisions:
+            if view.id == request_id:
+                return view
+        raise ProtocolError(ErrorCode.NOT_FOUND, f"nothing is known of request {request_id!r}")
+
+    def decision_list(self, tenant: str | None = None, limit: int = 1000) -> tuple[list[wire.DecisionView], int]:
+        self._called("decision_list", tenant, limit)
+        return self.decisions[:limit], len(self.decisions)
 
     def session_list(self, tenant: str | None = None, limit: int = 1000) -> wire.Sessions:
         self._called("session_list", tenant, limit)
