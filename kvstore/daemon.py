@@ -25,7 +25,7 @@ from kvstore.config import Config
 from kvstore.connection import LOCK_NAME, SOCKET_NAME, lock
 from kvstore.control_socket import ControlSocket, Peer
 from kvstore.core.errors import ConfigError, ProtocolError
-from kvstore.core.outcome import TierKind
+from kvstore.core.outcome import Outcome, TierKind
 from kvstore.http_process import HttpProcess
 from kvstore.process import go_first, keep_pauses_short
 from kvstore.region_file import create_region
@@ -222,14 +222,25 @@ class Daemon:
             self._poll(wakeup, max(0.0, self._store.next_deadline() - now))
 
     def _poll(self, wakeup: socket.socket, timeout_s: float) -> None:
-        """Wait until something comes, and take it in: messages of clients, answers of workers, signals."""
+        """Wait for what the store's turn has to see: messages of clients, answers of workers, signals; take it in.
+
+        Questions that begin nothing are answered without ending the wait. For whoever asked often runs on the same
+        core, and gets to read the answer only when we sleep again.
+        """
         self._watch_workers()
+        until = time.monotonic() + timeout_s
         if self._control.has_messages or any(link.has_answers() for link in self._links.values()):
             timeout_s = 0.0
-        ready = self._epoll.poll(timeout_s)
-        self._control.take_in(ready)
-        self._receive()
-        fds = [fd for fd, _ in ready]
+        while True:
+            ready = self._epoll.poll(timeout_s)
+            self._control.take_in(ready)
+            has_begun = self._receive()
+            fds = [fd for fd, _ in ready]
+            if has_begun or not fds or wakeup.fileno() in fds or self._workers_epoll.fileno() in fds:
+                break
+            timeout_s = until - time.monotonic()
+            if timeout_s <= 0.0 or self._control.has_messages:
+                break
         if wakeup.fileno() in fds:
             with contextlib.suppress(BlockingIOError):
                 wakeup.recv(64)
@@ -253,15 +264,17 @@ class Daemon:
             for descriptor in link.sources():
                 self._workers_epoll.register(descriptor, select.EPOLLIN)
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Answer what has come, for a while at most; return whether that began anything for the next turn."""
         until = time.monotonic() + _MESSAGES_S
+        has_begun = False
         for _ in range(_MESSAGES_PER_TURN):
             message = self._control.next_message()
             if message is None:
-                return
+                break
             peer, header, body = message
             try:
-                self._handle(header, body, partial(self._reply, peer, header.sequence))
+                has_begun |= self._handle(header, body, partial(self._reply, peer, header.sequence))
             except ProtocolError as error:
                 if error.code not in (ErrorCode.NOT_FOUND, ErrorCode.STALE_EPOCH, ErrorCode.NOT_ATTACHED):
                     self._store.count_error(f"refused_{error.code}")
@@ -274,9 +287,11 @@ class Daemon:
                     peer, header.sequence, wire.Error(ErrorCode.INTERNAL, "the daemon met a fault; see its log")
                 )
             if time.monotonic() > until:
-                return
+                break
+        return has_begun
 
-    def _handle(self, header: Header, body: bytes, reply: Callable[[wire.Message], None]) -> None:
+    def _handle(self, header: Header, body: bytes, reply: Callable[[wire.Message], None]) -> bool:
+        """Answer one message; return whether that may have begun something."""
         if header.version != wire.PROTOCOL_VERSION:
             raise ProtocolError(
                 ErrorCode.VERSION,
@@ -287,6 +302,7 @@ class Daemon:
         answer = self._answer(header, request, reply)
         if answer is not None:
             reply(answer)
+        return not _is_only_an_answer(answer)
 
     def _answer(
         self, header: Header, request: wire.Request, reply: Callable[[wire.Message], None]
@@ -366,6 +382,11 @@ class Daemon:
         except ProtocolError as error:
             frame = wire.encode(wire.Error(error.code, str(error)))
         self._control.send(peer, Header(self._epoch, 0, sequence), frame)
+
+
+def _is_only_an_answer(answer: wire.Message | None) -> bool:
+    """Whether nothing is left to be done. Unknown in the bucket: it is being asked now."""
+    return isinstance(answer, wire.Pong) or (isinstance(answer, wire.Found) and answer.s3 == Outcome.MISS)
 
 
 def _slow_tiers(config: Config) -> list[TierKind]:

@@ -9,6 +9,7 @@ user's KV to another (CVE-2025-25183 is such a case); `xxh3_128` only where ever
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Literal, NewType, cast
 
 import numpy as np
@@ -67,7 +68,13 @@ class Namespace:
 
     def root(self) -> BlockKey:
         """Return the parent key of every prefix's first block."""
-        return BlockKey(_HASHES[self.hash_name](b"kvstore-root-1" + self.digest()))
+        return _root(self)
+
+
+@lru_cache(maxsize=256)
+def _root(namespace: Namespace) -> BlockKey:
+    # Remembered, since every prompt begins with it and hashing all the fields takes 7 us.
+    return BlockKey(_HASHES[namespace.hash_name](b"kvstore-root-1" + namespace.digest()))
 
 
 def chain_keys(

@@ -150,7 +150,8 @@ class Store:
     # ------------------------------------------------------------ the control loop
 
     def turn(self) -> None:
-        """Do what has become due; called after every batch of messages, and at `next_deadline` at the latest."""
+        """Do what has become due; called after every batch of messages, unless these began nothing, and at
+        `next_deadline` at the latest."""
         now = self._clock()
         self._fetches.expire(now)
         if now >= self._next_liveness:

@@ -17,6 +17,7 @@ import pytest
 
 from kvstore import wire
 from kvstore.client import Client
+from kvstore.connection import lock
 from kvstore.control_socket import MAX_PEERS
 from kvstore.frames import Inbox
 from kvstore.wire import ErrorCode
@@ -138,7 +139,7 @@ def test_every_request_of_an_attached_engine_gets_its_reply(peer: Raw, engine: t
     assert isinstance(peer.ask(samples["Attach"]), wire.Error)  # nobody holds the lock on "file"
 
 
-ATTACHED_ONLY = {"Detach", "Lookup", "Fetch", "Release", "Store", "Commit", "SessionPut", "Report", "Observe"}
+ATTACHED_ONLY = {"Detach", "Hint", "Lookup", "Fetch", "Release", "Store", "Commit", "SessionPut", "Report", "Observe"}
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=name)
@@ -336,3 +337,19 @@ def test_beyond_the_most_connections_the_others_are_hung_up_on(daemon: DaemonPro
             assert isinstance(peer.ask(wire.Ping()), wire.Pong)
         assert last.is_hung_up()
     assert daemon.errors()["refused_connection"] > 0
+
+
+def test_questions_without_a_pause_do_not_hold_up_what_is_due(daemon: DaemonProcess, peer: Raw) -> None:
+    """They are answered without ending the loop's wait, which must end all the same: that an engine has died is looked
+    for from time to time."""
+    path = daemon.run_dir / "clients" / "dying"
+    held = lock(path)
+    assert isinstance(peer.ask(wire.Attach(SPEC, path.name)), wire.Attached)
+    os.close(held)
+
+    def is_noticed() -> bool:
+        for _ in range(100):
+            assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+        return not path.exists()
+
+    until(is_noticed)
