@@ -143,8 +143,14 @@ def accesses_of(trace: Trace) -> Accesses:
     )
 
 
-def replay(accesses: Accesses, capacity_blocks: int, make_policy: MakePolicy) -> Replayed:
-    """Replay all requests with room for `capacity_blocks`. A capacity of zero hits nothing."""
+def replay(
+    accesses: Accesses, capacity_blocks: int, make_policy: MakePolicy, *, tells_returns: bool = False
+) -> Replayed:
+    """Replay all requests with room for `capacity_blocks`. A capacity of zero hits nothing.
+
+    `tells_returns`: as a client's hints would, the policy is told of each request whether its session returns, from the
+    trace's future, and nothing else: whether a later request continues all of it but its last, maybe partial block.
+    """
     tier = ReplayTier(accesses.parents)
     needed: npt.NDArray[np.int64] = np.full(accesses.num_blocks, NOT_AGAIN, dtype=np.int64)
     next_needed = _next_needed(accesses)
@@ -162,11 +168,13 @@ def replay(accesses: Accesses, capacity_blocks: int, make_policy: MakePolicy) ->
         if hits:
             policy.on_access(blocks[:hits])
         new = blocks[hits:capacity_blocks]
-        if not len(new):
-            continue
-        tier.add(new)
-        policy.on_insert(new)
-        inserted += len(new)
+        if len(new):
+            tier.add(new)
+            policy.on_insert(new)
+            inserted += len(new)
+        if tells_returns:
+            returns = bool(next_needed[max(start, end - 2)] != NOT_AGAIN)
+            policy.on_hint(blocks[: hits + len(new)], Hint(returns=returns))
         too_many = tier.num_resident - capacity_blocks
         if too_many > 0:
             victims = policy.victims(too_many)

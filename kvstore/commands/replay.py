@@ -23,6 +23,7 @@ from policies.trace import read_trace
 EXAMPLE: Final = "Example: kvstore replay trace.jsonl --capacity-fraction 0.03 --policy lru --json"
 POLICIES: Final = (*NAMES, "belady")
 _FRACTIONS: Final = ("0.01", "0.03", "0.1", "0.3")
+_HINTS: Final = ("none", "returns")
 _COLUMNS: Final = ("policy", "capacity", "of unique", "token hits", "of infinite", "inserted", "evicted")
 _MAX_TOKENS: Final = 2**31
 
@@ -32,6 +33,7 @@ class Row(msgspec.Struct, frozen=True):
 
     trace: str
     policy: str
+    hints: str
     token_hit_ratio: float
     infinite_token_hit_ratio: float
     capacity_blocks: int
@@ -70,6 +72,12 @@ def replay(
     block_tokens: Annotated[
         int, typer.Option("--block-tokens", min=0, max=_MAX_TOKENS, help="Tokens of a block; 0: as the trace shows.")
     ] = 0,
+    hints: Annotated[
+        str,
+        typer.Option(
+            "--hints", metavar="KIND", help="'returns': tell the policy of each request whether its session returns."
+        ),
+    ] = "none",
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also draw hit ratio over capacity into a PNG file.")
     ] = None,
@@ -81,6 +89,8 @@ def replay(
     --json prints one object, or a list of them where there are several policies or capacities.
     """
     names = _policies(policy)
+    if hints not in _HINTS:
+        raise typer.BadParameter(f"{hints!r} is none of {', '.join(_HINTS)}", param_hint="--hints")
     if plot is not None:
         check_plot(plot)
     read = accesses_of(read_trace(trace, block_tokens=block_tokens or None))
@@ -89,7 +99,8 @@ def replay(
     rows = []
     todo = [(name, capacity) for name in names for capacity in capacities]
     for name, capacity in track(todo, "replaying", console=Console(stderr=True), transient=True, disable=len(todo) < 2):
-        rows.append(_row(trace, name, read, replay_accesses(read, capacity, _maker(name)), infinite))
+        replayed = replay_accesses(read, capacity, _maker(name), tells_returns=hints == "returns")
+        rows.append(_row(trace, name, hints, read, replayed, infinite))
     if plot is not None:
         plot_hit_ratios(plot, [(row.policy, row.capacity_blocks, row.token_hit_ratio) for row in rows], infinite)
     if json:
@@ -151,10 +162,11 @@ def _size(text: str, option: str) -> int:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def _row(trace: Path, name: str, accesses: Accesses, replayed: Replayed, infinite: float) -> Row:
+def _row(trace: Path, name: str, hints: str, accesses: Accesses, replayed: Replayed, infinite: float) -> Row:
     return Row(
         trace=trace.name,
         policy=name,
+        hints=hints,
         token_hit_ratio=replayed.token_hit_ratio,
         infinite_token_hit_ratio=infinite,
         capacity_blocks=replayed.capacity_blocks,

@@ -125,3 +125,16 @@ def test_without_matplotlib_a_plot_is_refused_before_any_work(
     code, out, err = run(str(trace), "--plot", str(tmp_path / "plot.png"))
     assert (code, out) == (2, "")
     assert "pip install 'tiered-kvstore[plot]'" in err
+
+
+@pytest.mark.parametrize(("hints", "hit_blocks"), [("none", 1 + 1), ("returns", 1 + 4)])
+def test_a_hint_that_a_session_returns_keeps_it(run: Run, trace: Path, hints: str, hit_blocks: int) -> None:
+    code, out, _ = run(str(trace), "--capacity-blocks", "5", "--policy", "lru", "--hints", hints, "--json")
+    assert code == 0
+    assert json.loads(out)["hit_tokens"] == 512 * hit_blocks
+
+
+def test_unknown_hints_are_refused(run: Run, trace: Path) -> None:
+    code, _, err = run(str(trace), "--hints", "all")
+    assert code == 2
+    assert "'all' is none of none, returns" in err

@@ -127,6 +127,21 @@ def test_the_memory_of_what_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(policy._seen) == 40
 
 
+def test_told_who_returns_it_keeps_those() -> None:
+    accesses = sessions_and_documents(1)
+    told = replay(accesses, 150, lambda tier, _: make("gittins", tier, tier.clock), tells_returns=True)
+    assert told.token_hit_ratio > ratio(accesses, 150, "gittins") + 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the published traces are not here (../shared/traces)")
+def test_on_a_published_trace_one_bit_of_hint_is_worth_more_than_any_policy() -> None:
+    accesses = accesses_of(read_trace(SHARED / "conversation_trace.jsonl"))
+    capacity = int(0.03 * accesses.num_blocks)
+    told = replay(accesses, capacity, lambda tier, _: make("gittins", tier, tier.clock), tells_returns=True)
+    assert told.token_hit_ratio >= 0.30
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the published traces are not here (../shared/traces)")
 @pytest.mark.parametrize(
