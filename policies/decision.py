@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
 
 from kvstore.core.outcome import TierKind
 
@@ -78,7 +80,8 @@ class Situation:
     block_tokens: int
     block_bytes: int
     resident_blocks: int = 0
-    cached: tuple[Run, ...] = ()
+    # Lengths are looked at before a message is read any further: a long one would cost the daemon time.
+    cached: Annotated[tuple[Run, ...], msgspec.Meta(max_length=MAX_RUNS)] = ()
     gpu_queue_s: float = 0.0
     tier_queue_s: dict[TierKind, float] = field(default_factory=dict)
     is_measured: bool = False
@@ -124,7 +127,7 @@ class Decision:
     request_id: str
     unix_s: float
     situation: Situation
-    plans: tuple[PlanSeconds, ...]
+    plans: Annotated[tuple[PlanSeconds, ...], msgspec.Meta(max_length=MAX_PLANS)]
     chosen: PlanSeconds
     why: Why
     happened: Happened | None = None

@@ -3,6 +3,7 @@
 import contextlib
 import struct
 import typing
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kvstore import wire
 from kvstore.core.errors import ProtocolError
 from kvstore.wire import ErrorCode
+from tests.support.decisions import decision
 from tests.support.messages import REPLIES, REQUESTS, VIEW, mutate, name
 
 
@@ -87,6 +89,19 @@ def test_the_largest_session_that_can_be_put_can_be_got_back() -> None:
     wire.encode(msgspec.structs.replace(put, messages=[largest]))
     found = wire.SessionFound(msgspec.structs.replace(VIEW, messages=[largest], id="\U0001f642" * 200))
     assert wire.decode_reply(wire.encode(found)) == found
+
+
+@pytest.mark.parametrize("field", ["cached", "plans"])
+def test_a_decision_of_too_many_parts_is_refused_at_its_length(field: str) -> None:
+    """Reading half a million runs held the daemon up for a third of a second."""
+    report = wire.Report("q", 200, 48, 48, 0, 16, 88, {}, "interval", 0.6, decision=decision("q"))
+    fields = raw(report)
+    told: Any = fields["decision"]
+    parts = told if field == "plans" else told["situation"]
+    parts[field] = parts[field][:1] * 100_000
+    with pytest.raises(ProtocolError, match=f"length <= .*{field}") as caught:
+        wire.decode_request(msgspec.msgpack.encode(fields))
+    assert caught.value.code == ErrorCode.MALFORMED
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 63])

@@ -22,7 +22,7 @@ from kvstore.control_socket import MAX_PEERS
 from kvstore.frames import Inbox
 from kvstore.wire import ErrorCode
 from tests.support.daemons import DaemonProcess, until
-from tests.support.decisions import PLANS, decision
+from tests.support.decisions import decision
 from tests.support.messages import KEYS, MESSAGE, NAMESPACE, REQUESTS, SPEC, mutate, name
 
 
@@ -191,7 +191,6 @@ BAD_REQUESTS: list[wire.Message] = [
     wire.Report("r", 100, 0, 0, 0, 0, 100, {}, "p", math.nan),
     wire.Report("r", 200, 48, 48, 0, 16, 88, {}, "p", 0.5, decision=decision("another")),
     wire.Report("r", 200, 48, 48, 0, 16, 88, {}, "p", 0.5, decision=decision("r", regret_s=math.nan)),
-    wire.Report("r", 200, 48, 48, 0, 16, 88, {}, "p", 0.5, decision=decision("r", plans=PLANS * 10_000)),
     wire.Report("r", 100, 0, 0, 0, 0, 100, {}, "p", 0.5, tenant="t" * 1_000_000),
     wire.DecisionList(None, -1),
     wire.SessionGet("chat", "", NAMESPACE.digest(), math.nan),
