@@ -31,6 +31,7 @@ AnySize = Annotated[int, Meta(ge=0, extra={"unit": "bytes", "example": '"1GiB", 
 Duration = Annotated[float, Meta(gt=0, extra={"unit": "seconds", "example": '"30s"'})]
 Ratio = Annotated[float, Meta(gt=0, le=1, extra={"unit": "ratio", "example": "0.9"})]
 Share = Annotated[float, Meta(ge=0, le=0.9, extra={"unit": "ratio", "example": "0.25"})]
+AnyCount = Annotated[int, Meta(ge=0, extra={"unit": "count", "example": "100000, or 0"})]
 Count = Annotated[int, Meta(ge=1, extra={"unit": "count", "example": "8"})]
 Threads = Annotated[int, Meta(ge=1, le=256, extra={"unit": "count", "example": "8"})]
 Port = Annotated[int, Meta(ge=0, le=65535, extra={"unit": "count", "example": "8200"})]
@@ -39,6 +40,7 @@ Flag = Annotated[bool, Meta(extra={"unit": "flag", "example": "true"})]
 Text = Annotated[str, Meta(extra={"unit": "text", "example": '"a-name"'})]
 PathText = Annotated[str, Meta(min_length=1, extra={"unit": "path", "example": '"/var/lib/kvstore"'})]
 OptionalPathText = Annotated[str, Meta(extra={"unit": "path", "example": '"/run/secrets/name"'})]
+AdmissionPolicyName = Literal["always", "second_touch", "learned"]
 EvictionPolicyName = Literal["lru", "fifo", "lfu", "s3fifo", "arc", "gittins"]
 PathsText = Annotated[tuple[PathText, ...], Meta(extra={"unit": "paths", "example": '["/run/secrets/old-key"]'})]
 
@@ -94,6 +96,8 @@ class SsdConfig(Section, frozen=True, kw_only=True):
     min_free_bytes: AnySize = GIB
     policy: EvictionPolicyName = "lru"
     pin_share: Share = 0.25
+    admission: AdmissionPolicyName = "always"
+    write_budget_bytes: AnySize = field(name="write_budget", default=0)
     segment_bytes: Size = 256 * MIB
     threads: Threads = 4
 
@@ -118,6 +122,8 @@ class S3Config(Section, frozen=True, kw_only=True):
     part_bytes: Size = field(name="part_size", default=16 * MIB)
     discover: Flag = True
     write: Literal["sessions", "all"] = "sessions"
+    admission: AdmissionPolicyName = "always"
+    request_budget: AnyCount = 0
     max_bytes: AnySize = 0
     tombstone_poll_s: Duration = field(name="tombstone_poll", default=30.0)
     sweep_every_s: Duration = field(name="sweep_every", default=900.0)
@@ -142,6 +148,7 @@ class SessionsConfig(Section, frozen=True, kw_only=True):
     max_sessions: Count = 10_000
     max_tokens_per_session: Count = 1 << 20
     pin_for_s: Duration = field(name="pin_for", default=86400.0)
+    durable: Literal["all", "admitted"] = "all"
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):

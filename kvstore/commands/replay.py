@@ -11,9 +11,11 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from kvstore.commands import replay_stacked
 from kvstore.commands.common import JsonOption, print_json, print_table
 from kvstore.commands.replay_plot import check_plot, plot_hit_ratios
 from kvstore.core.units import parse_size
+from policies import admission as admission_policies
 from policies.eviction.belady import Belady
 from policies.eviction.choice import NAMES, make
 from policies.replay import Accesses, MakePolicy, Replayed, accesses_of
@@ -78,6 +80,21 @@ def replay(
             "--hints", metavar="KIND", help="'returns': tell the policy of each request whether its session returns."
         ),
     ] = "none",
+    ram_blocks: Annotated[
+        int, typer.Option("--ram-blocks", metavar="N", min=0, help="RAM of so many blocks in front of --ssd-blocks.")
+    ] = 0,
+    ssd_blocks: Annotated[
+        int,
+        typer.Option("--ssd-blocks", metavar="N", min=0, help="Replay RAM and SSD together; this is the SSD's room."),
+    ] = 0,
+    admission: Annotated[
+        str,
+        typer.Option(
+            "--admission",
+            metavar="NAMES",
+            help=f"What is written to the SSD: one or several of {', '.join(admission_policies.NAMES)}, or all.",
+        ),
+    ] = "all",
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also draw hit ratio over capacity into a PNG file.")
     ] = None,
@@ -89,11 +106,22 @@ def replay(
     --json prints one object, or a list of them where there are several policies or capacities.
     """
     names = _policies(policy)
+    if (ssd_blocks or ram_blocks) and (
+        plot or hints != "none" or capacity_fraction or capacity_blocks or capacity_bytes
+    ):
+        raise typer.BadParameter("goes with --policy, --admission and --block-tokens only", param_hint="--ssd-blocks")
     if hints not in _HINTS:
         raise typer.BadParameter(f"{hints!r} is none of {', '.join(_HINTS)}", param_hint="--hints")
     if plot is not None:
         check_plot(plot)
     read = accesses_of(read_trace(trace, block_tokens=block_tokens or None))
+    if ssd_blocks or ram_blocks:
+        stacked = replay_stacked.run(trace, read, policy, admission, ram_blocks, ssd_blocks)
+        if json:
+            print_json(stacked[0] if len(stacked) == 1 else stacked)
+        else:
+            print_table(replay_stacked.COLUMNS, [replay_stacked.cells(row) for row in stacked])
+        return
     capacities = _capacities(read, capacity_fraction or [], capacity_blocks or [], capacity_bytes or [], block_bytes)
     infinite = replay_accesses(read, read.num_blocks, _maker("fifo")).token_hit_ratio
     rows = []

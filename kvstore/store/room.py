@@ -92,6 +92,7 @@ class Room:
             TierKind.SSD: choice.make(ssd_policy, on_ssd, clock),
         }
         self.hints = Hints()
+        self.on_evicted: Callable[[TierKind, Sequence[int]], None] = lambda tier, blocks: None
         self.evicted = dict.fromkeys((TierKind.RAM, TierKind.SSD, TierKind.S3), 0)
         self.deleting: dict[TierKind, set[int]] = {TierKind.SSD: set(), TierKind.S3: set()}
         self._ssd_bytes_deleting = 0
@@ -163,7 +164,9 @@ class Room:
         capacity = self._links[TierKind.SSD].level.capacity_bytes or 0
         bytes_needed = min(bytes_needed, capacity // _SSD_SHARE_AT_ONCE) - self._ssd_bytes_deleting
         if bytes_needed > 0 or not self._ssd_bytes_deleting:
-            self.delete(TierKind.SSD, self._as_much_as_possible(TierKind.SSD, max(1, bytes_needed)), "evicted")
+            victims = self._as_much_as_possible(TierKind.SSD, max(1, bytes_needed))
+            self.on_evicted(TierKind.SSD, victims)
+            self.delete(TierKind.SSD, victims, "evicted")
         return self._ssd_bytes_deleting > 0
 
     def delete(self, tier: TierKind, blocks: Iterable[int], reason: str, done: Deleted | None = None) -> None:

@@ -7,7 +7,7 @@ framing (daemon.py). One owner thread; a request is answered through `reply`, at
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kvstore.core.counts import Counts
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store.admitting import make_admitting
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
@@ -112,6 +113,8 @@ class Store:
             self._demoters[tier] = Demoter(
                 tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, existing, stored
             )
+        self._admitting = make_admitting(catalog, config, links, clock)
+        self._room.on_evicted = self._evicted
         self._session_table = SessionTable(
             catalog,
             ttl_s=config.sessions.ttl_s,
@@ -264,6 +267,8 @@ class Store:
     def lookup(self, engine: Engine, request: wire.Lookup) -> wire.Found:
         keys = _checked_keys(request.keys)
         tiers, stopped = self._catalog.lookup(keys, engine.namespace)
+        for admitting in self._admitting.values():
+            admitting.asked(keys, len(tiers))
         if stopped != Outcome.MISS:
             return wire.Found(tiers, stopped)
         start = len(tiers) * KEY_BYTES
@@ -283,6 +288,8 @@ class Store:
         self._room.used(TierKind.RAM, touched)
         on_ssd = [block for block in touched if self._catalog.resident(block, TierKind.SSD)]
         self._room.used(TierKind.SSD, on_ssd)
+        for tier, admitting in self._admitting.items():
+            self._write(tier, admitting.used(keys, touched))
 
     def release(self, engine: Engine, request: wire.Release) -> None:
         self._errors.add("stale_slot", request.stale)
@@ -317,8 +324,8 @@ class Store:
         self._blocks_stored += len(committed)
         self._ram_bytes_in += len(committed) * self._catalog.namespaces[engine.namespace].payload_bytes
         self._room.entered(TierKind.RAM, committed)
-        self._write_down(committed)
-        self._upload(committed)
+        for tier, admitting in self._admitting.items():
+            self._write(tier, admitting.stored(committed))
         return wire.Committed(bytes(outcomes))
 
     def hint(self, engine: Engine, request: wire.Hint) -> None:
@@ -341,7 +348,12 @@ class Store:
             self._errors.add(kind, number)
 
     def session_put(self, engine: Engine, request: wire.SessionPut) -> wire.SessionSaved:
-        return self.sessions.put(request, engine.namespace)
+        saved = self.sessions.put(request, engine.namespace)
+        session = self._session_table.get((request.tenant, request.namespace, saved.id))
+        if session is not None:
+            for tier, admitting in self._admitting.items():
+                self._write(tier, admitting.promised(session.blocks))
+        return saved
 
     # ------------------------------------------------------------ operation
 
@@ -375,7 +387,10 @@ class Store:
         }
         for tier in (TierKind.SSD, TierKind.S3):
             link, demoter = self._links.get(tier), self._demoters.get(tier)
-            tiers[tier.label] = slow_tier_stats(tier, link, demoter, self._catalog, self._room, self._requests)
+            of_tier = slow_tier_stats(tier, link, demoter, self._catalog, self._room, self._requests)
+            if tier in self._admitting:
+                of_tier["admission"] = self._admitting[tier].snapshot()
+            tiers[tier.label] = of_tier
         return wire.StatsReply(
             {
                 "daemon": {
@@ -446,12 +461,24 @@ class Store:
     def _is_awaited(self, block: int) -> bool:
         return any(demoter.holds(block) for demoter in self._demoters.values())
 
+    def _write(self, tier: TierKind, blocks: Sequence[int]) -> None:
+        if tier == TierKind.SSD:
+            self._write_down(blocks)
+        else:
+            self._upload(blocks)
+
     def _write_down(self, blocks: Iterable[int]) -> None:
-        """Every block goes to SSD; without one, sessions bring theirs to the bucket themselves (session_sync.py)."""
+        """What is not refused goes to SSD; without one, sessions bring theirs to the bucket themselves."""
         demoter = self._demoters.get(TierKind.SSD)
         if demoter is not None:
+            refused = self._admitting[TierKind.SSD].is_refused
             for block in blocks:
-                demoter.add(block)
+                if not refused(block):
+                    demoter.add(block)
+
+    def _evicted(self, tier: TierKind, blocks: Sequence[int]) -> None:
+        if tier in self._admitting:
+            self._admitting[tier].evicted(blocks)
 
     def _upload(self, blocks: Iterable[int]) -> None:
         """Where all blocks go to the bucket: these too, and those before them that it lacks, unless there is a gap that
@@ -477,6 +504,7 @@ class Store:
         self._room.entered(TierKind.RAM, [block])
         if self._catalog.resident(block, TierKind.SSD):
             self._room.used(TierKind.SSD, [block])
+            self._admitting[TierKind.SSD].read(block)
         else:
             self._write_down([block])
 
@@ -491,6 +519,8 @@ class Store:
             demoter.forget(block)
         self._borrowed.removed(block)
         self._room.hints.ended(block)
+        for admitting in self._admitting.values():
+            admitting.ended(block)
 
 
 def _nothing(_: int) -> None:

@@ -138,3 +138,22 @@ def test_unknown_hints_are_refused(run: Run, trace: Path) -> None:
     code, _, err = run(str(trace), "--hints", "all")
     assert code == 2
     assert "'all' is none of none, returns" in err
+
+
+def test_ram_and_ssd_together_say_what_is_written_for_which_hits(run: Run, trace: Path) -> None:
+    code, out, _ = run(str(trace), "--ram-blocks", "2", "--ssd-blocks", "8", "--admission", "second_touch", "--json")
+    assert code == 0
+    row = json.loads(out)
+    assert (row["policy"], row["admission"], row["unique_blocks"]) == ("gittins", "second_touch", 8)
+    # The second prompt shares one block with the first, the third is the first.
+    assert (row["hit_tokens"], row["ssd_writes"], row["ssd_write_ratio"]) == (512 + 512, 4, 0.5)
+    code, out, _ = run(str(trace), "--ssd-blocks", "8", "--policy", "lru,arc", "--json")
+    assert [(row["policy"], row["admission"]) for row in json.loads(out)] == [
+        (policy, admission) for policy in ("lru", "arc") for admission in ("always", "second_touch", "learned")
+    ]
+    code, out, _ = run(str(trace), "--ssd-blocks", "8")
+    assert code == 0 and "second_touch" in out
+    code, _, error = run(str(trace), "--ssd-blocks", "8", "--admission", "sometimes")
+    assert code != 0 and "learned" in error
+    code, _, error = run(str(trace), "--ssd-blocks", "8", "--capacity-blocks", "3")
+    assert code != 0 and "--ssd-blocks" in error
