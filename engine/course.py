@@ -7,15 +7,16 @@ takes longer than the step loop should.
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from engine.jobs import FetchJob
 from kvstore.core.outcome import Outcome, TierKind
 from policies.cost import LoadCost, PrefillCost
 from policies.decision import Decision, Happened, Why
 from policies.hindsight import judged
 from policies.interval import Question
+from policies.plan import Plan
 
-# Ends of a fetch that say nothing against the blocks: they did not come in time.
-_LATE = (Outcome.TIMED_OUT, Outcome.BUSY)
+_PLANNED = "plan"
+# Reasons that say nothing against the blocks: they did not come in time.
+_LATE = (Outcome.TIMED_OUT.label, Outcome.BUSY.label)
 
 
 class Costs(Protocol):
@@ -24,15 +25,30 @@ class Costs(Protocol):
     def load_cost(self, tier: TierKind) -> LoadCost: ...
 
 
+class Finished(Protocol):
+    """`engine.loading.Load`, once it is over: blocks count from the beginning of the prompt."""
+
+    first: int
+    cached: int
+    served: dict[TierKind, int]
+    computed: dict[str, int]
+    runs: list[tuple[int, int]]
+    num_abandoned: int
+
+    def last_landed_s(self) -> dict[TierKind, float]: ...
+
+    def missing_from(self) -> int | None: ...
+
+
 @dataclass(eq=False, slots=True)
 class Course:
-    """Seconds are of the engine's clock, fields as in `Happened`. `since_s` is when the request could be computed."""
+    """Seconds are of the engine's clock, fields as in `Happened`."""
 
     decided_s: float
     start: int
     end: int
     usable: int
-    since_s: float = 0.0
+    compute_s: float = 0.0
     loaded: dict[TierKind, int] = field(default_factory=dict)
     load_s: dict[TierKind, float] = field(default_factory=dict)
     late: int = 0
@@ -42,29 +58,19 @@ class Course:
     prefill: PrefillCost | None = None
     loads: dict[TierKind, LoadCost] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.since_s = self.since_s or self.decided_s
-
-    def fetched(self, job: FetchJob, now_s: float) -> None:
-        """A fetch of leading blocks has ended; what did not land will be computed."""
-        self.since_s = now_s
-        for source in job.sources[: job.landed]:
-            self.loaded[source] = self.loaded.get(source, 0) + 1
-        missing = len(job.keys) - job.landed
-        # Handing the job to a mover and back takes time as well; where one waited in vain that cannot be told apart.
-        last_s = max((seconds for _, _, seconds in job.loads), default=0.0)
-        around_s = 0.0 if missing else max(0.0, now_s - self.decided_s - last_s)
-        for tier, _, seconds in job.loads:
-            # Of a tier that fell silent there is a second entry, which is about what did not come.
-            if tier in self.loaded:
-                self.load_s.setdefault(tier, seconds + around_s)
-        self.start = job.landed
-        if missing:
-            self.usable = job.landed
-            if job.outcome in _LATE:
-                self.late += missing
-            else:
-                self.failed += missing
+    def loaded_up(self, load: Finished) -> None:
+        """The last cached block is there or computed."""
+        self.loaded = dict(load.served)
+        self.load_s = {tier: max(0.0, at_s - self.decided_s) for tier, at_s in load.last_landed_s().items()}
+        self.start = self.end = load.cached - load.first
+        if load.runs:
+            self.start, self.end = load.runs[0][0] - load.first, load.runs[-1][1] - load.first
+        self.late = sum(load.computed.get(why, 0) for why in _LATE)
+        self.abandoned = load.num_abandoned
+        self.failed = sum(load.computed.values()) - self.late - load.computed.get(_PLANNED, 0)
+        missing_from = load.missing_from()
+        if missing_from is not None:
+            self.usable = missing_from - load.first
 
     def ended(
         self, decision: Decision, now_s: float, arrival_s: float, saved_prefill_s: float, costs: Costs
@@ -79,7 +85,7 @@ class Course:
             end=self.end,
             loaded=self.loaded,
             load_s=self.load_s,
-            compute_s=now_s - self.since_s,
+            compute_s=self.compute_s,
             late=self.late,
             failed=self.failed,
             abandoned=self.abandoned,
@@ -93,12 +99,14 @@ class Course:
         return decision if self.prefill is None else judged(decision, self.prefill, self.loads)
 
 
-def why_of(is_pinned: bool, asked: bool, question: Question, is_measured: bool) -> Why:
-    """Return why the plan for `question` is what it is."""
+def why_of(is_pinned: bool, asked: bool, question: Question, plan: Plan | None, is_priced: bool) -> Why:
+    """Return why the plan for `question` is what it is; None where there was nothing to choose."""
     if is_pinned:
         return Why.PINNED
-    if question.tiers:
-        return Why.LATENCY if is_measured else Why.NOT_MEASURED
+    if question.tiers and plan is not None:
+        if not plan.measured:
+            return Why.NOT_MEASURED
+        return Why.THROUGHPUT if is_priced else Why.LATENCY
     if not asked:
         return Why.NOT_ASKED
     return Why.ALL_IN_HBM if question.resident_blocks else Why.NOTHING_CACHED

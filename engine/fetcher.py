@@ -1,8 +1,8 @@
-"""Bringing blocks into HBM: copy them as they land, check each after its copy, and give up in time."""
+"""Bringing blocks into HBM: copy them as they land, and check each after its copy."""
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.counters import Counters
 from engine.jobs import FetchJob
@@ -10,19 +10,24 @@ from engine.link import FetchStream, KVClient, Links
 from engine.pins import Hbm, RegionPin
 from kvstore.client import LandedBlock
 from kvstore.core.errors import ProtocolError, TierUnavailable
-from kvstore.core.outcome import Outcome, TierKind
+from kvstore.core.outcome import Outcome
 
 _log = logging.getLogger(__name__)
 
-# A cancelled fetch is noticed at least this often.
+# A fetch that was taken back is noticed at least this often.
 _LANDED_TIMEOUT_S = 0.1
+# So many blocks are copied before the step loop, which may wait for them, is told, and their slots are released.
+_COPY_BLOCKS = 32
 
 
 class Fetcher:
+    """`progressed` is called whenever blocks of a fetch have landed, `fetched` once at its end."""
+
     def __init__(
         self,
         hbm: Hbm,
         pins: RegionPin,
+        progressed: Callable[[], None],
         fetched: Callable[[FetchJob], None],
         counters: Counters,
         faults: Counters,
@@ -30,19 +35,19 @@ class Fetcher:
     ) -> None:
         self._hbm = hbm
         self._pins = pins
+        self._progressed = progressed
         self._fetched = fetched
         self._counters = counters
         self._faults = faults
         self._clock = clock
 
     def run(self, job: FetchJob, links: Links) -> None:
-        """Do the job and report it, unless the step loop has taken it back."""
-        if not job.claim():
-            return
+        """Do the job, as far as the step loop has not taken it back meanwhile, and report it."""
         # Left after the report: leaving a stream of a silent daemon takes a while, which the request must not wait for.
         with contextlib.ExitStack() as streams:
             try:
-                self._fetch(job, links.client(job.tenant), streams)
+                if job.claim(self._clock()):
+                    self._fetch(job, links.client(job.tenant), streams)
             except TierUnavailable:
                 job.outcome = Outcome.UNAVAILABLE
             except ProtocolError as error:
@@ -53,57 +58,51 @@ class Fetcher:
                 job.outcome = Outcome.UNAVAILABLE
                 self._faults.add("fetch_fault")
             finally:
-                self._counters.add("fetched_blocks", job.landed)
+                job.close(self._clock())
                 self._fetched(job)
 
     def _fetch(self, job: FetchJob, client: KVClient, streams: contextlib.ExitStack) -> None:
-        began_s = self._clock()
-        wait_s = job.give_up_at_s[-1] - began_s
+        wait_s = job.deadline_s - self._clock()
         if wait_s <= 0:
             job.outcome = Outcome.TIMED_OUT
             return
         stream = streams.enter_context(client.fetch(job.keys, deadline_s=wait_s))
         self._pins.ensure(client.region)
-        self._take_in(job, stream, began_s)
+        self._take_in(job, stream)
 
-    def _take_in(self, job: FetchJob, stream: FetchStream, began_s: float) -> None:
-        """Copy blocks as they land, in any order, until all are there, one fails, or patience ends."""
-        sources: list[TierKind | None] = [None] * len(job.keys)
-        loads: dict[TierKind, tuple[int, float]] = {}
-        # Blocks from `limit` on are of no use: they hang on one that failed.
-        limit = len(job.keys)
-        while job.landed < limit:
-            wait_s = job.give_up_at_s[job.landed] - self._clock()
-            if job.cancelled or wait_s <= 0:
-                job.outcome = Outcome.CANCELLED if job.cancelled else Outcome.TIMED_OUT
-                break
+    def _take_in(self, job: FetchJob, stream: FetchStream) -> None:
+        """Copy blocks as they land, in any order, until each is settled or taken back, or time is up."""
+        while job.num_open:
+            wait_s = job.deadline_s - self._clock()
+            if wait_s <= 0:
+                job.outcome = Outcome.TIMED_OUT
+                return
             blocks = stream.landed(min(wait_s, _LANDED_TIMEOUT_S))
-            for block in blocks:
-                if block.index >= limit or sources[block.index] is not None:
-                    continue
-                outcome = self._copy(job, block, stream)
-                if outcome is not Outcome.OK:
-                    limit, job.outcome = block.index, outcome
-                    continue
-                sources[block.index] = block.source
-                num_bytes = len(block.view) if block.view is not None else 0
-                before, _ = loads.get(block.source, (0, 0.0))
-                loads[block.source] = before + num_bytes, self._clock() - began_s
-            if blocks:
-                stream.release_blocks([block.index for block in blocks])
-            while job.landed < limit and (source := sources[job.landed]) is not None:
-                job.sources.append(source)
-                job.landed += 1
-            if not blocks and stream.done and job.landed < limit:
+            for start in range(0, len(blocks), _COPY_BLOCKS):
+                part = blocks[start : start + _COPY_BLOCKS]
+                self._copy_all(job, part, stream)
+                stream.release_blocks([block.index for block in part])
+                self._progressed()
+            if not blocks and stream.done:
                 job.outcome = Outcome.MISS
-                break
-        job.loads = [(tier, num_bytes, seconds) for tier, (num_bytes, seconds) in loads.items()]
-        if job.outcome is Outcome.TIMED_OUT:
-            self._note_silence(job, self._clock() - began_s)
+                return
+
+    def _copy_all(self, job: FetchJob, blocks: Sequence[LandedBlock], stream: FetchStream) -> None:
+        num_copied = 0
+        for block in blocks:
+            if not 0 <= block.index < len(job.keys):
+                continue
+            if block.outcome is not Outcome.OK:
+                job.refuse(block.index, block.outcome, block.source, self._clock())
+            elif job.begin(block.index):
+                outcome = self._copy(job, block, stream)
+                num_copied += outcome is Outcome.OK
+                job.end(block.index, outcome, block.source, self._clock())
+        self._counters.add("fetched_blocks", num_copied)
 
     def _copy(self, job: FetchJob, block: LandedBlock, stream: FetchStream) -> Outcome:
-        if block.outcome is not Outcome.OK or block.view is None:
-            return block.outcome if block.outcome is not Outcome.OK else Outcome.REJECTED
+        if block.view is None:
+            return Outcome.REJECTED
         with self._pins.copying(block.view) as may_copy:
             if may_copy:
                 self._hbm.scatter(block.view, job.pool_blocks[block.index])
@@ -111,9 +110,3 @@ class Fetcher:
             self._faults.add("stale_slot")
             return Outcome.STALE
         return Outcome.OK
-
-    def _note_silence(self, job: FetchJob, seconds: float) -> None:
-        """Let the tier that was waited for in vain count as at least so slow, else the next request waits as well."""
-        tier = job.expected[job.landed]
-        missing = sum(kind is tier for kind in job.expected[job.landed :])
-        job.loads.append((tier, missing * job.block_bytes, seconds))

@@ -19,20 +19,25 @@ from engine.storer import Storer
 
 _Job = TypeVar("_Job", FetchJob, StoreJob)
 
+# A fetch has a thread for as long as it runs, and mostly waits for a slow tier: those of fast ones must find one free.
+_NUM_FETCHERS = 6
+
 
 class MoverThreads:
-    """Bounded queues of jobs with threads behind them. `fetched` and `stored` are called on those threads."""
+    """Bounded queues of jobs with threads behind them. `progressed` (blocks of some fetch have landed), `fetched` and
+    `stored` are called on those threads."""
 
     def __init__(
         self,
         roots: Roots,
         hbm: Hbm,
+        progressed: Callable[[], None],
         fetched: Callable[[FetchJob], None],
         stored: Callable[[StoreJob], None],
         counters: Counters,
         faults: Counters,
         *,
-        num_fetchers: int = 2,
+        num_fetchers: int = _NUM_FETCHERS,
         max_jobs: int = 64,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -40,7 +45,7 @@ class MoverThreads:
         self._fetches: queue.Queue[FetchJob | None] = queue.Queue(max_jobs)
         self._stores: queue.Queue[StoreJob | None] = queue.Queue(max_jobs)
         self.pins = RegionPin(hbm)
-        fetcher = Fetcher(hbm, self.pins, fetched, counters, faults, clock)
+        fetcher = Fetcher(hbm, self.pins, progressed, fetched, counters, faults, clock)
         storer = Storer(hbm, self.pins, stored, counters, faults, sleep)
         self._threads = [
             threading.Thread(

@@ -1,11 +1,14 @@
 """One request on its way through the engine: what was asked, how far it is, and what its KV cost.
 
-    WAITING ── admitted ──► FETCHING ── fetch ended ──► RUNNING ── eos, length, cancel, fault ──► FINISHED
-       ▲           └────────── nothing to fetch ──────────▲  │
-       └──────────────────── preempted ───────────────────┼──┘
+                      ┌── waits for its load ──┐
+                      ▼                        │
+    WAITING ──► FETCHING ── something to compute ──► RUNNING ── eos, length, cancel, fault ──► FINISHED
+       ▲           │                                    │
+       └───────────┴───────────── preempted ────────────┘
 
-A fetch is never taken back from under the mover that fills its pool blocks: a request that is cancelled while
-FETCHING keeps them until the fetch has ended.
+A request that is RUNNING may have a load under way as well: it computes from the front while blocks land behind. Which
+it is, is decided anew before each step (`engine/loading.py`). A pool block that a mover is filling this moment is kept
+until it has ended, whatever becomes of the request.
 """
 
 from collections.abc import Callable, Sequence
@@ -115,7 +118,6 @@ class Request:
     num_indexed: int = 0
     store_next: int = 0
     store_stopped: bool = False
-    cancelled: bool = False
     # Tokens of the prompt by where their KV came from, and those to compute by reason, as of the newest admission.
     served: dict[TierKind, int] = field(default_factory=dict)
     miss: dict[str, int] = field(default_factory=dict)

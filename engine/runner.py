@@ -144,7 +144,7 @@ class Runner:
         self._counters.add("steps")
         self._counters.add("prefill_tokens", sum(piece.num_tokens for piece in pieces if piece.num_tokens > 1))
         self._counters.add("decode_tokens", sum(piece.num_tokens == 1 for piece in pieces))
-        self._scheduler.complete(pieces, sampled)
+        self._scheduler.complete(pieces, sampled, now - began)
 
     def _publish(self, now: float) -> None:
         if now >= self._publish_at_s and self._costs.prefill_known:

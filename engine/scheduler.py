@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.caching import BlockCaching, Shape
+from engine.caching import Ahead, BlockCaching, Shape
 from engine.jobs import FetchJob, StoreJob
 from engine.pool import BlockPool
 from engine.request import FinishReason, Progress, Request, RequestState
@@ -70,6 +70,7 @@ class Scheduler:
         self._num_added += 1
         request.order = self._num_added
         self._requests[request.id] = request
+        self._caching.arrived()
         # The last token that is sampled needs no KV.
         needed = len(request.prompt) + request.max_new_tokens - 1
         if needed > self.max_tokens():
@@ -79,21 +80,15 @@ class Scheduler:
         self._waiting.append(request)
 
     def cancel(self, request_id: str) -> None:
-        """End a request early; its blocks come back at once, or when its fetch has ended. Unknown ids are ignored."""
+        """End a request early; its blocks come back at once, one that is being filled a moment later. Unknown ids are
+        ignored."""
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        request.cancelled = True
-        if request.state is RequestState.FETCHING and not self._caching.cancel_fetch(request):
-            return
-        self._finish(request, "cancelled")
+        if request is not None:
+            self._finish(request, "cancelled")
 
     def fetched(self, job: FetchJob) -> None:
-        """A mover, or nobody in time, is done with this fetch."""
-        request = self._requests[job.request_id]
-        self._caching.fetched(request, job)
-        if request.cancelled:
-            self._finish(request, "cancelled")
+        """A mover is done with this job, whose request may have ended before."""
+        self._caching.fetched(job)
 
     def stored(self, job: StoreJob) -> None:
         self._caching.stored(self._requests.get(job.request_id), job)
@@ -102,31 +97,35 @@ class Scheduler:
 
     def next_step(self) -> list[Piece]:
         """Return what to compute next, in order of arrival; [] where nobody can get on before something comes in."""
-        for _, job in self._caching.give_up_late_fetches():
-            self.fetched(job)
         self._admit()
-        budget = self._chunk_tokens
+        budget, ahead_s = self._chunk_tokens, 0.0
+        prefill = self._caching.prefill_cost(self._num_decodes()) if self._caching.has_loads else None
         pieces: list[Piece] = []
         for request in list(self._active):
-            if request.state is not RequestState.RUNNING:
-                continue
-            left = request.num_tokens - request.num_computed
-            wanted = left if left == 1 else min(left, budget)
+            if request.state is RequestState.WAITING:
+                continue  # it was preempted for one before it
+            wanted = self._caching.allowance(request, budget, ahead_s, prefill)
+            if prefill is not None:
+                ahead_s += self._caching.work_s(request, prefill)
             if wanted == 0:
                 continue
-            count = self._make_room(request, wanted)
+            count = self._caching.claim(request, self._make_room(request, wanted))
             if count == 0:
                 continue
+            left = request.num_tokens - request.num_computed
             if left > 1:
                 budget -= count
             pieces.append(Piece(request, request.num_computed, count, samples=count == left))
         return pieces
 
-    def complete(self, pieces: Sequence[Piece], sampled: Sequence[int | None]) -> None:
-        """Take over a computed step: `sampled[i]` is the next token of the i-th piece, where it samples."""
+    def complete(self, pieces: Sequence[Piece], sampled: Sequence[int | None], seconds: float) -> None:
+        """Take over a step that took so long: `sampled[i]` is the next token of the i-th piece, where it samples."""
+        self._caching.computed(seconds)
         for piece, token in zip(pieces, sampled, strict=True):
             request = piece.request
             request.num_computed += piece.num_tokens
+            if request.course is not None:
+                request.course.compute_s += seconds
             self._caching.publish(request)
             if token is not None:
                 self._append(request, token)
@@ -137,11 +136,9 @@ class Scheduler:
             self._finish(piece.request, "error", error)
 
     def end_all(self, error: str) -> None:
-        """End every request with an error; those whose fetch still runs end with it."""
+        """End every request with an error."""
         for request in list(self._requests.values()):
-            if request.state is not RequestState.FETCHING or self._caching.cancel_fetch(request):
-                self._finish(request, "error", error)
-            request.cancelled = True
+            self._finish(request, "error", error)
 
     def next_deadline_s(self) -> float | None:
         return self._caching.next_deadline_s()
@@ -163,11 +160,22 @@ class Scheduler:
         while self._waiting and len(self._active) < self._max_batch:
             request = self._waiting[0]
             # Beside others, some room to grow: else it would be the first to be preempted again.
-            if not self._caching.admit(request, spare_pool_blocks=1 if self._active else 0):
+            spare = 1 if self._active else 0
+            if not self._caching.admit(request, spare, lambda order=request.order: self._ahead_of(order)):  # type: ignore[misc]
                 return
             self._waiting.popleft()
             self._active.append(request)
             self._active.sort(key=_order)
+
+    def _ahead_of(self, order: int) -> Ahead:
+        """Return what is in front of a request that is being admitted: who came later only has what it leaves."""
+        num_decodes = self._num_decodes()
+        prefill = self._caching.prefill_cost(num_decodes)
+        work_s = sum(self._caching.work_s(request, prefill) for request in self._active if request.order < order)
+        return Ahead(work_s, num_decodes)
+
+    def _num_decodes(self) -> int:
+        return sum(request.num_tokens - request.num_computed == 1 for request in self._active)
 
     def _make_room(self, request: Request, wanted: int) -> int:
         """Extend the block table for up to `wanted` more tokens and return for how many there is room now."""
@@ -189,12 +197,6 @@ class Scheduler:
         if self._pool.num_held_only:
             return False
         youngest = self._active[-1]
-        if youngest.state is RequestState.FETCHING and youngest is not request:
-            # A fetch fills its blocks and ends by its deadline; then it can be preempted.
-            running = [r for r in self._active if r.state is RequestState.RUNNING and r.order > request.order]
-            if not running:
-                return False
-            youngest = running[-1]
         self._preempt(youngest)
         return youngest is not request
 

@@ -103,6 +103,8 @@ class Engine:
             self._movers = MoverThreads(
                 self.roots,
                 hbm,
+                # Only to wake it up: what has landed it sees in the job.
+                lambda: self._runner.post(_nothing),
                 lambda job: self._runner.post(lambda: self.scheduler.fetched(job)),
                 lambda job: self._runner.post(lambda: self.scheduler.stored(job)),
                 self.counters,
@@ -279,6 +281,10 @@ class Engine:
             return None
         make = make_client
         return Roots(lambda tenant: make(replace(self.namespace, tenant=tenant)))
+
+
+def _nothing() -> None:
+    return
 
 
 def _namespace(spec: ModelSpec, options: EngineOptions, pool: torch.Tensor) -> Namespace:

@@ -1,15 +1,19 @@
 """What the engine does with the blocks that are cached for a prompt, and how long it waits for them.
 
-Covers prefix cuts, the plans that the engine can carry out: blocks [resident, cut) are fetched, then everything from
-the cut on is computed. `interval.py` compares them with all other plans.
+    0          resident     start            end         cached      prompt
+    | in HBM   | fetched    | computed       | fetched   | computed  |
+               |<- first -->|<- meanwhile -->|<- from the end backwards
 
-    0          resident            cut               cached            prompt
-    | in HBM   | fetched           | computed though cached | computed  |
+`interval.py` finds the best interval. This module says what that means for a fetch: which blocks are asked for, in
+which order, and until when the request may wait. Since the tail is asked for from its end backwards, and on through
+what the plan computes, both ends meet wherever they meet: how far to compute is decided anew before each chunk
+(`meeting.py`). So the plan made at the start decides little more than where computing begins.
 
 Pure: equal costs and equal questions give equal plans.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvstore.core.outcome import TierKind
@@ -18,6 +22,9 @@ from policies.interval import Comparison, Question, compare
 
 # Promised is 1.2 times the time of recomputing everything; the rest is room for what the model gets wrong.
 _MAX_SLOWDOWN = 1.15
+# A load that is silent for longer than this share of recomputing everything, after it should have come, is not waited
+# for any more.
+_MAX_SILENCE = 0.1
 # Shorter waits would give up on healthy fetches: a thread may have to wait for the interpreter that long.
 _MIN_PATIENCE_S = 0.05
 UNKNOWN_PATIENCE_S = 2.0
@@ -31,47 +38,95 @@ class Costs(Protocol):
 
     def load_known(self, tier: TierKind) -> bool: ...
 
-    def prefill_cost(self) -> PrefillCost: ...
-
     def load_cost(self, tier: TierKind) -> LoadCost: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Fetch the first `fetch_blocks` of the blocks that are not resident; seconds are predictions from now.
-    `compared` is what it was chosen from."""
+class Backlog:
+    """What else goes on: seconds that stand in front of each tier, and what the GPU's seconds are worth to others."""
 
-    fetch_blocks: int
-    predicted_s: float
-    recompute_s: float
+    tiers_s: Mapping[TierKind, float]
+    gpu_price: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Compute blocks [start, end) of `num_blocks`, counted from the first that is not resident; `is_exact`: no more and
+    no fewer.
+
+    `measured` False: the costs are guesses, so everything is asked for and both ends start, which measures both.
+    """
+
+    num_blocks: int
+    start: int
+    end: int
+    is_exact: bool
     measured: bool
     compared: Comparison
+    loads: Mapping[TierKind, LoadCost]
+
+    def order(self) -> list[int]:
+        """Return the blocks to ask for, in that order: the head, then the tail from its end backwards."""
+        if self.end == self.num_blocks and self.start < self.end:
+            return list(range(self.start))
+        last = self.end if self.is_exact else self.start
+        return [*range(self.start), *range(self.num_blocks - 1, last - 1, -1)]
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return what is to be computed, as none or one run of blocks."""
+        return [(self.start, self.end)] if self.start < self.end else []
 
 
-def choose(question: Question, costs: Costs) -> Plan:
-    """Return the prefix cut with the least predicted time to first token.
-
-    Until both times were measured, everything cached is fetched: that is what makes the first measurements, and
-    the patience of a fetch bounds what a wrong guess can cost.
-    """
+def choose(question: Question, prefill: PrefillCost, costs: Costs, backlog: Backlog) -> Plan:
+    """Return the best interval, or, until both times were measured, to compute and to load at once."""
     tiers = set(question.tiers)
+    loads = {tier: _queued(costs.load_cost(tier), backlog.tiers_s.get(tier, 0.0)) for tier in tiers}
     measured = costs.prefill_known and all(costs.load_known(tier) for tier in tiers)
-    plans = compare(question, costs.prefill_cost(), {tier: costs.load_cost(tier) for tier in tiers})
-    chosen = plans.prefix_cut if measured else plans.load_all
-    return Plan(chosen.start, chosen.seconds, plans.recompute_all.seconds, measured, plans)
+    plans = compare(question, prefill, loads, backlog.gpu_price)
+    best = plans.best
+    if not measured or best.start == best.end:
+        # Nothing to compute meanwhile, or nobody knows: from the end backwards leaves the front to the GPU, should it
+        # come to that.
+        best = replace(plans.two_ended, start=0, end=0)
+    return Plan(len(question.tiers), best.start, best.end, False, measured, plans, loads)
 
 
-def patience(question: Question, fetch_blocks: int, costs: Costs) -> list[float]:
-    """Return for j = 0 … fetch_blocks - 1 how many seconds after the request's arrival a fetch is given up that has
-    brought j leading blocks so far: just early enough to compute the rest and still keep the promise."""
-    if not costs.prefill_known:
-        return [UNKNOWN_PATIENCE_S] * fetch_blocks
-    prefill = costs.prefill_cost()
-    rest_s = [_prefill_from(question, prefill, question.resident_blocks + landed) for landed in range(fetch_blocks)]
-    limit_s = _MAX_SLOWDOWN * _prefill_from(question, prefill, question.resident_blocks)
-    return [max(_MIN_PATIENCE_S, limit_s - seconds) for seconds in rest_s]
+def pinned(question: Question, prefill: PrefillCost, costs: Costs, backlog: Backlog, start: int, end: int) -> Plan:
+    """Return the plan that somebody asked for; [start, end) counts from the first block that is not resident."""
+    plan = choose(question, prefill, costs, backlog)
+    count = len(question.tiers)
+    start = min(max(start, 0), count)
+    end = min(max(end, start), count)
+    if start == end:
+        start = end = 0
+    return replace(plan, start=start, end=end, is_exact=True)
 
 
-def _prefill_from(question: Question, prefill: PrefillCost, blocks: int) -> float:
-    cached_tokens = blocks * question.block_tokens
-    return prefill.predict(question.prompt_tokens - cached_tokens, cached_tokens)
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Until when a request may wait for its loads. `recompute_s` is what recomputing everything would have taken from
+    its arrival on, None where nobody knows."""
+
+    arrival_s: float
+    recompute_s: float | None
+
+    def may_wait_until(self, rest_s: float) -> float:
+        """Return when to begin to compute what is not there, which takes `rest_s`, to keep the promise."""
+        if self.recompute_s is None:
+            return self.arrival_s + UNKNOWN_PATIENCE_S
+        return self.arrival_s + max(_MIN_PATIENCE_S, _MAX_SLOWDOWN * self.recompute_s - rest_s)
+
+    def is_silent(self, overdue_s: float) -> bool:
+        """Whether a load has been overdue for too long to wait for it any more."""
+        if self.recompute_s is None:
+            return overdue_s > UNKNOWN_PATIENCE_S
+        return overdue_s > max(_MIN_PATIENCE_S, _MAX_SILENCE * self.recompute_s)
+
+    def look_again_s(self) -> float:
+        """Return after how many seconds of waiting to decide anew."""
+        return 0.02 if self.recompute_s is None else max(0.005, 0.02 * self.recompute_s)
+
+
+def _queued(load: LoadCost, others_s: float) -> LoadCost:
+    """Put what others have asked for in front; a tier that is silent has a queue of its own."""
+    return replace(load, queue_s=load.queue_s + others_s)

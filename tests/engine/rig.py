@@ -5,6 +5,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+import torch
+
 from engine.caching import BlockCaching, Shape
 from engine.counters import Counters
 from engine.jobs import FetchJob, StoreJob
@@ -14,6 +16,7 @@ from engine.request import Cached, PlanMode, Progress, Request
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from kvstore.core.key import chain_keys
+from kvstore.core.outcome import Outcome, TierKind
 from policies.cost import CostModel
 from tests.engine.fakes import FakeHbm, FakeModel, FakeStore, fake_pool, namespace_of
 
@@ -135,6 +138,34 @@ class Rig:
                 return
         raise AssertionError("the scheduler does not come to an end")
 
+    def fill(self, request: Request, job: FetchJob, index: int) -> None:
+        """Write the KV of a block as the fake model computes it."""
+        first = request.keys.index(job.keys[index]) * self.shape.block_tokens
+        stride = self.shape.pool_block_tokens
+        for number, block in enumerate(job.pool_blocks[index]):
+            positions = range(first + number * stride, first + (number + 1) * stride)
+            self.tensor[block, 0, 0, :, 0, 0] = torch.tensor([float(request.prompt[at]) for at in positions])
+            self.tensor[block, 0, 1, :, 0, 0] = torch.tensor([float(at) for at in positions])
+
+    def land(
+        self, request: Request, job: FetchJob, blocks: Sequence[int], source: TierKind, outcome: Outcome = Outcome.OK
+    ) -> None:
+        """Be a mover that has copied these blocks of the prompt, or failed to."""
+        if job.began_s is None:
+            assert job.claim(self.now)
+        for block in blocks:
+            index = job.keys.index(request.keys[block])
+            assert job.begin(index), f"block {block} must not be touched any more"
+            if outcome is Outcome.OK:
+                self.fill(request, job, index)
+            job.end(index, outcome, source, self.now)
+
+    def end(self, job: FetchJob, outcome: Outcome = Outcome.OK) -> None:
+        """Be a mover at its end."""
+        job.outcome = outcome
+        job.close(self.now)
+        self.scheduler.fetched(job)
+
     def acknowledge_stores(self) -> int:
         """Answer all waiting stores with success; return how many blocks that were."""
         count = 0
@@ -154,6 +185,7 @@ def threaded(rig: Rig, store: FakeStore, max_jobs: int = 8) -> MoverThreads:
     movers = MoverThreads(
         Roots(lambda tenant: FakeClient(store, tenant)),
         rig.hbm,
+        lambda: rig.runner.post(lambda: None),
         lambda job: rig.runner.post(lambda: rig.scheduler.fetched(job)),
         lambda job: rig.runner.post(lambda: rig.scheduler.stored(job)),
         rig.counters,

@@ -1,9 +1,7 @@
 """Every request's decision is written down with what came of it, whatever that was."""
 
 import pytest
-import torch
 
-from engine.jobs import FetchJob
 from engine.request import Cached, PlanMode, Request
 from kvstore.core.outcome import Outcome, TierKind
 from policies.decision import Decision, PlanKind, Why, check
@@ -24,15 +22,6 @@ def concluded(request: Request) -> Decision:
     assert decision.request_id == request.id and request.result is not None and decision.happened is not None
     assert decision.happened.ttft_s == request.result.ttft_s
     return decision
-
-
-def land(rig: Rig, job: FetchJob, *sources: TierKind) -> None:
-    """Fill the job's first blocks with the KV of PROMPT, as the fake model computes it."""
-    for index, blocks in enumerate(job.pool_blocks[: len(sources)]):
-        positions = torch.arange(4 * index, 4 * index + 4)
-        rig.tensor[blocks[0], 0, 0, :, 0, 0] = torch.tensor(PROMPT)[positions].float()
-        rig.tensor[blocks[0], 0, 1, :, 0, 0] = positions.float()
-    job.landed, job.sources = len(sources), list(sources)
 
 
 def test_a_prompt_without_anything_cached_has_a_record_and_no_regret() -> None:
@@ -57,10 +46,12 @@ def test_a_fetch_is_written_down_with_what_came_from_where() -> None:
     rig.now += 0.25
     rig.step()
     job = rig.movers.fetches.popleft()
-    land(rig, job, TierKind.RAM, TierKind.SSD, TierKind.SSD)
-    job.loads = [(TierKind.RAM, 32, 0.125), (TierKind.SSD, 64, 0.5)]
-    rig.now += 0.75
-    rig.scheduler.fetched(job)
+    # A quarter of a second goes by until a mover takes the job.
+    rig.now += 0.375
+    rig.land(request, job, [0], TierKind.RAM)
+    rig.now += 0.375
+    rig.land(request, job, [1, 2], TierKind.SSD)
+    rig.end(job)
     rig.run()
     decision, happened = concluded(request), concluded(request).happened
     assert decision.why is Why.NOT_MEASURED and decision.chosen.kind is PlanKind.LOAD_ALL
@@ -68,7 +59,6 @@ def test_a_fetch_is_written_down_with_what_came_from_where() -> None:
     assert happened is not None
     assert happened.waited_s == pytest.approx(0.25) and happened.ttft_s == pytest.approx(1.0)
     assert happened.loaded == {TierKind.RAM: 1, TierKind.SSD: 2}
-    # A quarter of a second went by until a mover took the job, and until it was back.
     assert happened.load_s == {TierKind.RAM: 0.375, TierKind.SSD: 0.75}
     assert (happened.start, happened.end, happened.usable) == (3, 3, 3)
     assert decision.regret_s is not None
@@ -80,11 +70,9 @@ def test_what_did_not_land_is_written_down_as_failed_or_late(outcome: Outcome) -
     request, _ = rig.submit(PROMPT, 2, cached=cached(*[TierKind.S3] * 3))
     rig.step()
     job = rig.movers.fetches.popleft()
-    land(rig, job, TierKind.S3)
-    job.outcome = outcome
-    # The second entry is about the blocks that did not come.
-    job.loads = [(TierKind.S3, 32, 0.25), (TierKind.S3, 64, 2.0)]
-    rig.scheduler.fetched(job)
+    rig.now += 0.25
+    rig.land(request, job, [0], TierKind.S3)
+    rig.end(job, outcome)
     rig.run()
     happened = concluded(request).happened
     assert happened is not None

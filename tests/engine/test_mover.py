@@ -115,26 +115,29 @@ class Rig:
         self.counters, self.faults = Counters(), Counters()
         self.slept_s: list[float] = []
         self.done: list[object] = []
+        self.num_told = 0
         self.links = Links(Roots(lambda _: self.client))
         pins = RegionPin(self.hbm)
-        self.fetcher = Fetcher(self.hbm, pins, self.done.append, self.counters, self.faults, self.clock)
+        self.fetcher = Fetcher(self.hbm, pins, self.tell, self.done.append, self.counters, self.faults, self.clock)
         self.storer = Storer(self.hbm, pins, self.done.append, self.counters, self.faults, self.slept_s.append)
 
-    def fetch(self, *batches: Sequence[LandedBlock], patience_s: Sequence[float] = (1.0, 1.0, 1.0)) -> FetchJob:
-        count = len(patience_s)
-        job = FetchJob(
-            request_id="r",
-            tenant="",
-            keys=KEYS[:count],
-            pool_blocks=[[100 + i] for i in range(count)],
-            give_up_at_s=[self.clock.now + wait_s for wait_s in patience_s],
-            expected=[TierKind.SSD] * count,
-            block_bytes=4,
-        )
+    def tell(self) -> None:
+        self.num_told += 1
+
+    def job(self, count: int = 3, deadline_s: float = 11.0) -> FetchJob:
+        blocks = [[100 + i] for i in range(count)]
+        return FetchJob("r", "", KEYS[:count], blocks, [TierKind.SSD] * count, deadline_s)
+
+    def fetch(self, *batches: Sequence[LandedBlock], deadline_s: float = 11.0) -> FetchJob:
+        job = self.job(deadline_s=deadline_s)
+        self.run(job, *batches)
+        return job
+
+    def run(self, job: FetchJob, *batches: Sequence[LandedBlock]) -> None:
         self.client.stream = Script(self.clock, batches)
         self.fetcher.run(job, self.links)
         assert self.done.pop() is job
-        return job
+        assert job.num_open == 0
 
     def store(self, *answers: list[Outcome], count: int = 3) -> StoreJob:
         job = StoreJob("r", "", KEYS[1 : 1 + count], KEYS[0], 1, [[100 + i] for i in range(count)])
@@ -157,57 +160,105 @@ def rig() -> Rig:
 # ---------------------------------------------------------------- fetches
 
 
-def test_blocks_may_land_in_any_order_and_count_from_the_front(rig: Rig) -> None:
+def outcomes(job: FetchJob) -> dict[int, Outcome]:
+    return {landing.index: landing.outcome for landing in job.take_news()}
+
+
+def test_blocks_land_in_any_order_and_are_told_of_at_once(rig: Rig) -> None:
     job = rig.fetch([landed(2)], [landed(0), landed(1, source=TierKind.RAM)])
-    assert (job.landed, job.outcome) == (3, OK)
-    assert job.sources == [TierKind.SSD, TierKind.RAM, TierKind.SSD]
+    assert [(news.index, news.outcome, news.source) for news in job.take_news()] == [
+        (2, OK, TierKind.SSD),
+        (0, OK, TierKind.SSD),
+        (1, OK, TierKind.RAM),
+    ]
+    assert job.outcome is OK and rig.num_told == 2
     assert rig.hbm.filled == {100: b"\0" * 4, 101: b"\1" * 4, 102: b"\2" * 4}
-    assert {(tier, count) for tier, count, _ in job.loads} == {(TierKind.SSD, 8), (TierKind.RAM, 4)}
     assert isinstance(rig.client.stream, FakeStream)
     assert rig.client.stream.num_released == 3
+    assert rig.counters.snapshot()["fetched_blocks"] == 3
 
 
-def test_a_block_that_fails_ends_the_prefix_and_those_before_it_are_waited_for(rig: Rig) -> None:
+def test_a_block_that_fails_fails_alone(rig: Rig) -> None:
+    """Those behind it are of use once it was computed."""
     job = rig.fetch([landed(1, Outcome.CORRUPT)], [], [landed(0), landed(2)])
-    assert (job.landed, job.outcome) == (1, Outcome.CORRUPT)
-    assert 102 not in rig.hbm.filled, "what hangs on a failed block is not even copied"
+    assert outcomes(job) == {0: OK, 1: Outcome.CORRUPT, 2: OK}
+    assert rig.hbm.filled.keys() == {100, 102}
 
 
 def test_a_slot_that_changed_under_the_copy_does_not_count(rig: Rig) -> None:
     job = rig.fetch([landed(0), landed(1, stale=True), landed(2)])
-    assert (job.landed, job.outcome) == (1, STALE)
+    assert outcomes(job) == {0: OK, 1: STALE, 2: OK}
     assert rig.faults.snapshot() == {"stale_slot": 1}
 
 
-def test_silence_is_given_up_and_counts_as_a_slow_load(rig: Rig) -> None:
-    job = rig.fetch(*[[]] * 50, patience_s=(0.25, 0.5, 0.75))
-    assert (job.landed, job.outcome) == (0, Outcome.TIMED_OUT)
-    ((tier, num_bytes, seconds),) = job.loads
-    assert (tier, num_bytes) == (TierKind.SSD, 12)
-    assert seconds == pytest.approx(0.25)
-
-
-def test_what_has_landed_buys_more_time(rig: Rig) -> None:
-    job = rig.fetch([], [landed(0)], *[[]] * 3, [landed(1), landed(2)], patience_s=(0.15, 0.6, 0.7))
-    assert (job.landed, job.outcome) == (3, OK)
+def test_silence_ends_at_the_deadline(rig: Rig) -> None:
+    job = rig.fetch([landed(1)], *[[]] * 50, deadline_s=10.25)
+    assert job.outcome is Outcome.TIMED_OUT
+    assert outcomes(job) == {1: OK, 0: Outcome.TIMED_OUT, 2: Outcome.TIMED_OUT}
+    assert rig.clock.now == pytest.approx(10.25)
 
 
 def test_a_stream_that_ends_early_is_a_miss_of_the_rest(rig: Rig) -> None:
-    job = rig.fetch([landed(0)])
-    assert (job.landed, job.outcome) == (1, MISS)
+    assert outcomes(rig.fetch([landed(0)])) == {0: OK, 1: MISS, 2: MISS}
+
+
+def test_what_was_taken_back_is_not_touched_any_more(rig: Rig) -> None:
+    job = rig.job()
+    assert job.withdraw(0)
+    rig.run(job, [landed(0), landed(1)], [landed(2)])
+    assert outcomes(job) == {1: OK, 2: OK}
+    assert rig.hbm.filled.keys() == {101, 102}
+    assert not job.withdraw(1), "what has landed is not to be computed"
+
+
+def test_a_fetch_ends_when_everything_was_taken_back(rig: Rig) -> None:
+    job = rig.job()
+
+    class Script2(Script):
+        def landed(self, timeout_s: float) -> list[LandedBlock]:
+            batch = super().landed(timeout_s)
+            assert job.withdraw_all() == []
+            return batch
+
+    rig.client.stream = Script2(rig.clock, [[landed(1)], [landed(0)]])
+    rig.fetcher.run(job, rig.links)
+    assert rig.done.pop() is job
+    assert (job.outcome, rig.hbm.filled) == (OK, {})
+
+
+def test_a_block_that_is_being_filled_cannot_be_taken_back(rig: Rig) -> None:
+    job = rig.job()
+    asked: list[object] = []
+
+    def scatter(payload: memoryview, pool_blocks: Sequence[int]) -> None:
+        asked.append((job.withdraw(1), job.withdraw_all()))
+
+    rig.hbm.scatter = scatter  # type: ignore[method-assign]
+    rig.run(job, [landed(1)])
+    assert asked == [(False, [1])]
+    assert outcomes(job) == {1: OK}
+
+
+def test_a_copy_that_raises_leaves_no_block_unsettled(rig: Rig) -> None:
+    def broken(payload: memoryview, pool_blocks: Sequence[int]) -> None:
+        raise RuntimeError("the device refuses")
+
+    rig.hbm.scatter = broken  # type: ignore[method-assign]
+    job = rig.fetch([landed(1), landed(0)])
+    assert outcomes(job) == dict.fromkeys(range(3), Outcome.UNAVAILABLE)
+    assert rig.faults.snapshot() == {"fetch_fault": 1}
 
 
 def test_a_fetch_that_comes_too_late_or_meets_nobody_touches_nothing(rig: Rig) -> None:
-    assert rig.fetch([landed(0)], patience_s=(0.0,)).outcome is Outcome.TIMED_OUT
-    job = FetchJob("r", "", KEYS[:1], [[100]], [11.0], [TierKind.RAM], 4)
+    assert rig.fetch([landed(0)], deadline_s=10.0).outcome is Outcome.TIMED_OUT
+    job = rig.job(1)
     rig.client.stream = None
     rig.fetcher.run(job, rig.links)
     assert rig.done.pop() is job
     assert job.outcome is Outcome.UNAVAILABLE
-    taken_back = FetchJob("r", "", KEYS[:1], [[100]], [11.0], [TierKind.RAM], 4)
-    assert taken_back.take_back()
-    rig.fetcher.run(taken_back, rig.links)
-    assert rig.done == []
+    taken_back = rig.job(1)
+    assert taken_back.withdraw_all() == []
+    rig.run(taken_back, [landed(0)])
     assert rig.hbm.filled == {}
 
 
@@ -221,17 +272,23 @@ def test_the_request_goes_on_before_the_stream_is_left(rig: Rig) -> None:
             order.append("left")
 
     fetcher = Fetcher(
-        rig.hbm, RegionPin(rig.hbm), lambda job: order.append(job.outcome.label), rig.counters, rig.faults, rig.clock
+        rig.hbm,
+        RegionPin(rig.hbm),
+        rig.tell,
+        lambda job: order.append(job.outcome.label),
+        rig.counters,
+        rig.faults,
+        rig.clock,
     )
     rig.client.stream = Slow(rig.clock, [[]] * 50)
-    fetcher.run(FetchJob("r", "", KEYS[:1], [[100]], [10.2], [TierKind.RAM], 4), rig.links)
+    fetcher.run(rig.job(1, deadline_s=10.2), rig.links)
     assert order == ["timed_out", "left"]
 
 
 def test_a_block_that_lands_twice_is_taken_once(rig: Rig) -> None:
     """A second copy over a block that counts already could be stale, and its bytes would have been used."""
-    job = rig.fetch([landed(0), landed(1)], [landed(0, stale=True)], [landed(2)])
-    assert (job.landed, job.outcome) == (3, OK)
+    job = rig.fetch([landed(0), landed(1)], [landed(0, stale=True)], [landed(7), landed(2)])
+    assert outcomes(job) == {0: OK, 1: OK, 2: OK}
 
 
 # ---------------------------------------------------------------- stores

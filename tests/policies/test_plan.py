@@ -1,4 +1,5 @@
-"""The engine's plan is the best prefix cut, fetches while it does not know better, and bounds a fetch's patience."""
+"""The engine's plan is the best interval, loads and computes at once while it does not know better, and keeps a promise
+about how long it waits."""
 
 from dataclasses import dataclass, field
 
@@ -9,12 +10,15 @@ from hypothesis import strategies as st
 from kvstore.core.outcome import TierKind
 from policies.cost import LoadCost, PrefillCost
 from policies.interval import Question
-from policies.plan import UNKNOWN_PATIENCE_S, choose, patience
+from policies.plan import UNKNOWN_PATIENCE_S, Backlog, Plan, Promise, choose, pinned
+
+PREFILL = PrefillCost(256, 0.0, 1e-3, 0.0)
+IDLE = Backlog({})
 
 
 @dataclass
 class FixedCosts:
-    """1 ms per computed token; a latency and a rate per tier."""
+    """A latency and a rate per tier."""
 
     tiers: dict[TierKind, tuple[float, float]] = field(default_factory=dict)
     prefill_known: bool = True
@@ -22,9 +26,6 @@ class FixedCosts:
 
     def load_known(self, tier: TierKind) -> bool:
         return tier not in self.unknown
-
-    def prefill_cost(self) -> PrefillCost:
-        return PrefillCost(256, 0.0, 1e-3, 0.0)
 
     def load_cost(self, tier: TierKind) -> LoadCost:
         return LoadCost(*self.tiers.get(tier, (0.0, 0.0)))
@@ -34,61 +35,98 @@ def ask(*tiers: TierKind, resident: int = 0, tail: int = 10) -> Question:
     return Question((resident + len(tiers)) * 16 + tail, 16, 1000, resident, tiers)
 
 
-def test_a_fast_tier_is_fetched_whole() -> None:
-    plan = choose(ask(*[TierKind.RAM] * 10), FixedCosts({TierKind.RAM: (0.001, 1e-6)}))
-    assert plan.fetch_blocks == 10
-    assert plan.predicted_s == pytest.approx(0.001 + 0.01 + 0.01)
-    assert plan.recompute_s == pytest.approx(0.17)
+def plan_for(question: Question, costs: FixedCosts, backlog: Backlog = IDLE) -> Plan:
+    return choose(question, PREFILL, costs, backlog)
 
 
-def test_a_slow_tier_is_not_fetched_at_all() -> None:
-    plan = choose(ask(*[TierKind.S3] * 10), FixedCosts({TierKind.S3: (0.05, 1e-3)}))
-    assert plan.fetch_blocks == 0
-    assert plan.predicted_s == plan.recompute_s
+def test_a_fast_tier_is_loaded_whole_from_its_end_backwards() -> None:
+    plan = plan_for(ask(*[TierKind.RAM] * 10), FixedCosts({TierKind.RAM: (0.001, 1e-6)}))
+    assert plan.runs() == []
+    assert plan.order() == list(range(9, -1, -1))
 
 
-def test_the_cut_falls_where_a_slower_tier_begins() -> None:
+def test_a_slow_tier_is_not_asked_at_all() -> None:
+    plan = plan_for(ask(*[TierKind.S3] * 10), FixedCosts({TierKind.S3: (0.5, 1e-3)}))
+    assert plan.runs() == [(0, 10)]
+    assert plan.order() == []
+
+
+def test_one_that_is_about_as_fast_as_computing_is_loaded_from_the_end_while_the_front_is_computed() -> None:
+    plan = plan_for(ask(*[TierKind.S3] * 10), FixedCosts({TierKind.S3: (0.01, 16e-6)}))
+    ((start, end),) = plan.runs()
+    assert start == 0 and 4 <= end <= 6
+    assert plan.order() == list(range(9, -1, -1)), "and on through what is computed: it may come first"
+
+
+def test_the_head_of_a_near_tier_is_loaded_first_and_the_far_tail_meanwhile() -> None:
+    costs = FixedCosts({TierKind.RAM: (0.001, 1e-6), TierKind.S3: (0.01, 16e-6)})
+    plan = plan_for(ask(*[TierKind.RAM] * 6, *[TierKind.S3] * 8), costs)
+    ((start, end),) = plan.runs()
+    assert start == 6 and 8 <= end <= 12
+    assert plan.order() == [*range(6), *range(13, 5, -1)]
+
+
+def test_where_the_tail_is_too_far_only_the_head_is_asked_for() -> None:
     costs = FixedCosts({TierKind.RAM: (0.001, 1e-6), TierKind.S3: (0.5, 1e-6)})
-    plan = choose(ask(*[TierKind.RAM] * 6, *[TierKind.S3] * 4), costs)
-    assert plan.fetch_blocks == 6
+    plan = plan_for(ask(*[TierKind.RAM] * 6, *[TierKind.S3] * 4), costs)
+    assert plan.runs() == [(6, 10)]
+    assert plan.order() == list(range(6))
 
 
-def test_everything_is_fetched_until_both_times_were_measured() -> None:
+def test_everything_is_asked_for_until_both_times_were_measured() -> None:
     slow = {TierKind.S3: (5.0, 1e-3)}
     question = ask(*[TierKind.S3] * 3)
-    assert choose(question, FixedCosts(slow)).fetch_blocks == 0
+    assert plan_for(question, FixedCosts(slow)).order() == []
     for costs in (FixedCosts(slow, prefill_known=False), FixedCosts(slow, unknown=frozenset({TierKind.S3}))):
-        plan = choose(question, costs)
-        assert plan.fetch_blocks == 3
+        plan = plan_for(question, costs)
+        assert plan.order() == [2, 1, 0]
         assert not plan.measured
 
 
-def test_nothing_to_fetch_is_a_plan_too() -> None:
-    plan = choose(ask(resident=4), FixedCosts())
-    assert plan.fetch_blocks == 0
-    assert plan.predicted_s == pytest.approx(0.010)
+def test_what_stands_in_front_of_a_tier_counts() -> None:
+    costs = FixedCosts({TierKind.S3: (0.001, 1e-6)})
+    question = ask(*[TierKind.S3] * 10)
+    assert plan_for(question, costs).runs() == []
+    assert plan_for(question, costs, Backlog({TierKind.S3: 1.0})).runs() == [(0, 10)]
+
+
+def test_a_price_on_gpu_seconds_leaves_more_to_the_tier() -> None:
+    costs = FixedCosts({TierKind.S3: (0.01, 16e-6)})
+    question = ask(*[TierKind.S3] * 100)
+    ((_, fast),) = plan_for(question, costs).runs()
+    dear = plan_for(question, costs, Backlog({}, gpu_price=3.0)).runs()
+    assert not dear or dear[0][1] < fast
+
+
+def test_a_pinned_plan_asks_for_exactly_the_rest() -> None:
+    question, costs = ask(*[TierKind.S3] * 6), FixedCosts()
+    assert pinned(question, PREFILL, costs, IDLE, 2, 4).order() == [0, 1, 5, 4]
+    assert pinned(question, PREFILL, costs, IDLE, 2, 99).order() == [0, 1]
+    assert pinned(question, PREFILL, costs, IDLE, -3, 2).order() == [5, 4, 3, 2]
+    assert pinned(question, PREFILL, costs, IDLE, 0, 6).order() == []
+    assert pinned(question, PREFILL, costs, IDLE, 4, 4).order() == [5, 4, 3, 2, 1, 0]
 
 
 @given(st.lists(st.sampled_from([TierKind.RAM, TierKind.SSD, TierKind.S3]), max_size=30), st.integers(0, 5))
-def test_no_other_cut_is_faster(tiers: list[TierKind], resident: int) -> None:
+def test_every_block_is_asked_for_once_or_computed(tiers: list[TierKind], resident: int) -> None:
     costs = FixedCosts({TierKind.RAM: (0.001, 1e-6), TierKind.SSD: (0.01, 8e-6), TierKind.S3: (0.08, 1.2e-5)})
-    question = ask(*tiers, resident=resident)
-    plan = choose(question, costs)
-    for cut in range(len(tiers) + 1):
-        load_s = max((costs.load_cost(tier).predict(1000 * tiers[:cut].count(tier)) for tier in tiers[:cut]), default=0)
-        assert plan.predicted_s <= load_s + 1e-3 * (question.prompt_tokens - (resident + cut) * 16) + 1e-12
+    plan = plan_for(ask(*tiers, resident=resident), costs)
+    order = plan.order()
+    computed = {block for start, end in plan.runs() for block in range(start, end)}
+    assert len(set(order)) == len(order)
+    assert set(order) | computed == set(range(len(tiers)))
 
 
-def test_giving_up_at_any_moment_keeps_the_promise() -> None:
-    question = ask(*[TierKind.S3] * 60, tail=40)
-    costs = FixedCosts()
-    waits = patience(question, 60, costs)
-    assert len(waits) == 60
-    assert waits == sorted(waits), "what has landed buys time"
-    for landed, wait_s in enumerate(waits):
-        rest_s = 1e-3 * (question.prompt_tokens - landed * 16)
-        assert wait_s + rest_s <= 1.2 * 1e-3 * question.prompt_tokens
+def test_waiting_to_the_last_moment_keeps_the_promise() -> None:
+    promise = Promise(100.0, 2.0)
+    assert promise.may_wait_until(1.5) - 100.0 + 1.5 <= 1.2 * 2.0
+    assert promise.may_wait_until(1.0) > promise.may_wait_until(1.5), "what has landed buys time"
+    assert promise.may_wait_until(9.0) == pytest.approx(100.05), "a healthy load needs a moment"
+    assert Promise(100.0, None).may_wait_until(9.0) == 100.0 + UNKNOWN_PATIENCE_S
 
 
-def test_patience_is_fixed_while_prefill_is_unknown() -> None:
-    assert patience(ask(TierKind.RAM), 1, FixedCosts(prefill_known=False)) == [UNKNOWN_PATIENCE_S]
+def test_a_load_is_silent_after_a_tenth_of_recomputing_everything() -> None:
+    promise = Promise(100.0, 2.0)
+    assert not promise.is_silent(0.19)
+    assert promise.is_silent(0.21)
+    assert not Promise(100.0, None).is_silent(1.0), "nobody knows what it is compared with"

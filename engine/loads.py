@@ -1,0 +1,115 @@
+"""All loads that are under way: what they teach about the tiers, what stands in front of the next one, how each ends.
+
+Loads of several requests share a tier, so what one of them sees is not what the tier can do. A tier is busy from when
+the first block is asked of it until nothing more is to come; the whole of such a time is one observation.
+
+Not thread-safe: the step loop owns it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine.counters import Counters
+from engine.jobs import FetchJob
+from engine.loading import Load
+from engine.pool import BlockPool
+from kvstore.core.outcome import TierKind
+from policies.cost import CostModel
+
+
+@dataclass(slots=True)
+class _Busy:
+    """A time in which a tier was busy for us; it began with `job`."""
+
+    job: FetchJob
+    landed_blocks: int = 0
+    last_at_s: float = 0.0
+
+
+class Loads:
+    """At most one load per request, by the request's id."""
+
+    def __init__(
+        self, pool: BlockPool, costs: CostModel, block_bytes: int, counters: Counters, clock: Callable[[], float]
+    ) -> None:
+        self._pool = pool
+        self._costs = costs
+        self._block_bytes = block_bytes
+        self._counters = counters
+        self._clock = clock
+        self._loads: dict[str, Load] = {}
+        self._busy: dict[TierKind, _Busy] = {}
+        # Pool blocks that a mover is still writing though their request has no use for them any more.
+        self._held: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def of(self, request_id: str) -> Load | None:
+        return self._loads.get(request_id)
+
+    def begin(self, request_id: str, load: Load) -> None:
+        self._loads[request_id] = load
+        for tier in load.tiers:
+            self._busy.setdefault(tier, _Busy(load.job))
+
+    def take_in(self, load: Load) -> None:
+        """Note what has landed since the last call."""
+        for tier, at_s in load.take_in():
+            busy = self._busy.setdefault(tier, _Busy(load.job))
+            busy.landed_blocks += 1
+            busy.last_at_s = max(busy.last_at_s, at_s)
+        for tier in load.tiers:
+            if not load.num_coming(tier):
+                self._learn(tier)
+
+    def end(self, request_id: str) -> None:
+        """Take back what has not landed; the request may give its pool blocks back afterwards. No load: nothing."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return
+        self.take_in(load)
+        del self._loads[request_id]
+        writing = [block for index in load.job.withdraw_all() for block in load.job.pool_blocks[index]]
+        if writing:
+            self._pool.hold(writing)
+            self._held[id(load.job)] = writing
+        now = self._clock()
+        for tier in load.tiers:
+            if load.num_coming(tier):
+                self._learn(tier)
+                if load.is_silent(tier, now):
+                    # Else the next request waits for it as well.
+                    self._costs.observe_silence(tier, now - load.arrival(tier).last_landed_s)
+        for why in load.failures():
+            self._counters.add(f"fetch_{why}")
+
+    def ended(self, job: FetchJob) -> None:
+        """The mover is done with a job."""
+        self._pool.unhold(self._held.pop(id(job), ()))
+        load = self._loads.get(job.request_id)
+        if load is not None and load.job is job:
+            self.take_in(load)
+
+    def queues_s(self) -> Mapping[TierKind, float]:
+        """Return how long each tier will be busy with what is asked of it already, as far as we know."""
+        queues: dict[TierKind, float] = {}
+        for load in self._loads.values():
+            for tier in load.tiers:
+                if count := load.num_expected(tier):
+                    queues[tier] = queues.get(tier, 0.0) + count * load.arrival(tier).per_block_s
+        return queues
+
+    def next_look_s(self) -> float | None:
+        """Return when a request that waits is to be decided about again; None: never."""
+        times = [load.look_again_s for load in self._loads.values() if load.look_again_s is not None]
+        return min(times, default=None)
+
+    def _learn(self, tier: TierKind) -> None:
+        """Where nothing more is to come from the tier: observe what it did."""
+        if any(load.num_coming(tier) for load in self._loads.values()):
+            return
+        busy = self._busy.pop(tier, None)
+        if busy is not None and busy.landed_blocks and busy.job.began_s is not None:
+            num_bytes = busy.landed_blocks * self._block_bytes
+            self._costs.observe_load(tier, num_bytes, busy.last_at_s - busy.job.began_s)
