@@ -77,13 +77,7 @@ def serve(options: ServerOptions) -> None:
 
 def build(options: ServerOptions) -> Engine:
     """Load the model and allocate the pool. Raises ConfigError naming what to change."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = options.dtype
-    if dtype == "auto":
-        # bfloat16 is five times slower on a CPU without its instructions.
-        dtype = "float32" if device == "cpu" else "bfloat16"
+    device, dtype = choose_device(options.device, options.dtype)
     folder = options.model if options.model is not None else default_model_folder(options.cache_dir)
     model = load_model(folder, device, dtype)
     stride = options.engine.pool_block_tokens
@@ -100,6 +94,16 @@ def build(options: ServerOptions) -> Engine:
     pool = make_pool(model.spec, num_pool_blocks, stride, device)
     hbm = HbmTier(pool, options.engine.block_tokens, options.engine.kv_store_dtype)
     return Engine(model, pool, hbm, options.engine)
+
+
+def choose_device(device: str, dtype: str) -> tuple[str, str]:
+    """Return the device and dtype to compute on and in, "auto" resolved."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        # bfloat16 is five times slower on a CPU without its instructions.
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return device, dtype
 
 
 class _Server(uvicorn.Server):
@@ -127,7 +131,8 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def _default_cache_dir() -> Path:
+def default_cache_dir() -> Path:
+    """Return where the default model is kept where nobody says otherwise."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
 
 
@@ -185,7 +190,7 @@ def main(
                     profile_dir=profile_dir if profile_dir is not None else default_profile_dir(),
                 ),
                 model=model,
-                cache_dir=cache_dir if cache_dir is not None else _default_cache_dir(),
+                cache_dir=cache_dir if cache_dir is not None else default_cache_dir(),
                 host=host,
                 port=port,
                 hbm_bytes=_size(hbm_bytes),

@@ -12,7 +12,21 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstore.commands import bench, chat, demo, evict, explain, plan, replay, serve, sessions, simulate, stats, verify
+from kvstore.commands import (
+    bench,
+    calibrate,
+    chat,
+    demo,
+    evict,
+    explain,
+    plan,
+    replay,
+    serve,
+    sessions,
+    simulate,
+    stats,
+    verify,
+)
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
@@ -40,6 +54,7 @@ app.command(epilog=evict.EXAMPLE)(evict.evict)
 app.command(epilog=verify.EXAMPLE)(verify.verify)
 app.command(epilog=replay.EXAMPLE)(replay.replay)
 app.command(epilog=simulate.EXAMPLE)(simulate.simulate)
+app.command(epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.command(epilog=plan.EXAMPLE)(plan.plan)
 app.command(epilog=chat.EXAMPLE)(chat.chat)
 app.command(epilog=demo.EXAMPLE)(demo.demo)

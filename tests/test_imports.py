@@ -152,6 +152,10 @@ def test_a_module_imports_only_what_its_place_allows(module: str) -> None:
         assert not lies_in(imported, FORBIDDEN), f"{module} must not import {imported}"
 
 
+# What the extra `plot` brings.
+PLOTS = ("kvstore.commands.replay_plot", "kvstore.commands.calibrate_plot")
+
+
 def test_everything_that_is_imported_is_a_declared_dependency() -> None:
     """What another dependency happens to bring along may be gone with its next release."""
     with (ROOT / "pyproject.toml").open("rb") as file:
@@ -162,7 +166,7 @@ def test_everything_that_is_imported_is_a_declared_dependency() -> None:
     for module, path in MODULES.items():
         declared = engine if lies_in(module, {"engine", "kernels", "tiers.hbm", "kvstore.bench.paged"}) else base
         declared = declared | {"obstore"} if module in ("tiers.s3obstore", "tiers.s3obstores") else declared
-        declared = declared | {"matplotlib"} if module == "kvstore.commands.replay_plot" else declared
+        declared = declared | {"matplotlib"} if module in PLOTS else declared
         for top in {imported.partition(".")[0] for imported in imports(path, at_run_time=True)}:
             if top not in PACKAGES and top not in sys.stdlib_module_names:
                 assert {_canonical(owner) for owner in owners[top]} & declared, f"{module} imports {top}"

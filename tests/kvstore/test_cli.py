@@ -37,6 +37,7 @@ COMMANDS = [
     ["verify"],
     ["replay"],
     ["simulate"],
+    ["calibrate"],
     ["plan"],
     ["chat"],
     ["demo"],
