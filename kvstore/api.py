@@ -181,6 +181,11 @@ def _add_sessions(app: FastAPI, line: Line) -> None:
         await line.ask(lambda client: client.session_hint(session_id, tenant=tenant, **order.model_dump()))
         return {"id": session_id}
 
+    @app.post("/v1/sessions/{session_id}/prefetch")
+    async def prefetch_session(session_id: str, tenant: Tenant = "") -> dict[str, Any]:
+        begun = await line.ask(lambda client: client.session_prefetch(session_id, tenant))
+        return {"id": session_id, "blocks_to_load": begun.blocks_to_load, "blocks": begun.blocks}
+
     @app.delete("/v1/sessions/{session_id}")
     async def delete_session(session_id: str, tenant: Tenant = "") -> dict[str, Any]:
         done = await line.ask(lambda client: client.session_delete(session_id, tenant))

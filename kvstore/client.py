@@ -277,6 +277,10 @@ class Client:
         hint = wire.SessionHint(session_id, tenant, namespace, expect_followup, end, priority, ttl_s)
         self._ask(hint, wire.Done, None)
 
+    def session_prefetch(self, session_id: str, tenant: str = "", namespace: bytes = b"") -> wire.Prefetching:
+        """Say that the session is about to go on, so that its blocks are brought into RAM. Returns at once."""
+        return self._ask(wire.SessionPrefetch(session_id, tenant, namespace), wire.Prefetching, None)
+
     def session_delete(self, session_id: str, tenant: str = "", namespace: bytes = b"") -> wire.SessionDeleted:
         return self._ask(wire.SessionDelete(session_id, tenant, namespace), wire.SessionDeleted, None)
 

@@ -151,6 +151,16 @@ class SessionsConfig(Section, frozen=True, kw_only=True):
     durable: Literal["all", "admitted"] = "all"
 
 
+class PrefetchConfig(Section, frozen=True, kw_only=True):
+    """Bringing sessions into RAM before they return. `ram_share` of RAM may hold what was brought and not used yet."""
+
+    enabled: Flag = True
+    ram_share: Share = 0.25
+    in_flight_bytes: Size = field(name="in_flight", default=64 * MIB)
+    max_hold_s: Duration = field(name="max_hold", default=600.0)
+    short_above: Ratio = 0.8
+
+
 class HttpConfig(Section, frozen=True, kw_only=True):
     """Port 0 takes any free one and logs which. The file `token_file` holds the bearer token that callers must show."""
 
@@ -169,6 +179,7 @@ class Config(Section, frozen=True, kw_only=True):
     s3: S3Config = field(default_factory=S3Config)
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
 
 

@@ -333,6 +333,9 @@ class Daemon:
             case wire.SessionPin():
                 store.sessions.pin(request, reply)
                 return None
+            case wire.SessionPrefetch():
+                store.sessions.prefetch(request, reply)
+                return None
             case wire.SessionHint():
                 store.sessions.hint(request, reply)
                 return None

@@ -437,6 +437,21 @@ class SessionHint(Message, frozen=True, tag=True):
     ttl_s: float = 0.0
 
 
+class SessionPrefetch(Message, frozen=True, tag=True):
+    """The session is about to go on (a user began to type): bring its blocks into RAM, as far as the budget allows."""
+
+    id: str
+    tenant: str = ""
+    namespace: bytes = b""
+
+
+class Prefetching(Message, frozen=True, tag=True):
+    """So many of the session's blocks are not in RAM and will be loaded."""
+
+    blocks_to_load: int
+    blocks: int
+
+
 class SessionDelete(Message, frozen=True, tag=True):
     """Delete the record everywhere and, in every tier, the blocks that no other session shares."""
 
@@ -548,6 +563,7 @@ Request = (
     | SessionList
     | SessionPin
     | SessionHint
+    | SessionPrefetch
     | SessionDelete
     | Evict
     | Verify
@@ -568,6 +584,7 @@ Reply = (
     | SessionFound
     | SessionSaved
     | Sessions
+    | Prefetching
     | SessionDeleted
     | Evicted
     | VerifyReport

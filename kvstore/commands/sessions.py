@@ -96,6 +96,20 @@ def unpin(
     _set_pinned(session_ids, False, tenant, run_dir, config)
 
 
+@app.command(epilog="Example: kvstore sessions prefetch chat-1f2e3d4c")
+def prefetch(
+    session_ids: IdsArgument, tenant: TenantOption = "", run_dir: RunDirOption = None, config: ConfigOption = None
+) -> None:
+    """Bring sessions into RAM that are about to go on."""
+    client = connect(run_dir, config)
+    try:
+        for session_id in session_ids:
+            begun = client.session_prefetch(session_id, tenant)
+            typer.echo(f"{clean(session_id)}: {begun.blocks_to_load} of {begun.blocks} blocks are brought into RAM")
+    finally:
+        client.close()
+
+
 @app.command(epilog="Example: kvstore sessions delete chat-1f2e3d4c")
 def delete(
     session_ids: IdsArgument, tenant: TenantOption = "", run_dir: RunDirOption = None, config: ConfigOption = None

@@ -18,6 +18,7 @@ from kvstore.session_record import SessionKey
 from kvstore.store.catalog import Catalog
 from kvstore.store.engines import Engine
 from kvstore.store.pins import Pins
+from kvstore.store.prefetch import Prefetch
 from kvstore.store.room import Room
 from kvstore.store.session import Session
 from kvstore.wire import ErrorCode
@@ -44,10 +45,19 @@ def make_pins(catalog: Catalog, config: Config, ram_bytes: int) -> Pins:
 class Keeping:
     """Owned by the control thread."""
 
-    def __init__(self, catalog: Catalog, room: Room, pins: Pins, pin_for_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        room: Room,
+        pins: Pins,
+        prefetch: Prefetch,
+        pin_for_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._catalog = catalog
         self._room = room
         self.pins = pins
+        self.prefetch = prefetch
         self._pin_for_s = pin_for_s
         self._clock = clock
         # (when, a number that orders equals, namespace, joined keys)
@@ -79,7 +89,9 @@ class Keeping:
 
     def recorded(self, session: Session, request: wire.SessionPut) -> None:
         """A turn was recorded: what was said of the one before is over."""
-        self._room.hint(session.blocks, _hint(request.expect_followup, request.end, request.priority))
+        hint = _hint(request.expect_followup, request.end, request.priority)
+        self._room.hint(session.blocks, hint)
+        self.prefetch.ended(session, hint)
 
     def detached(self, engine: Engine) -> None:
         self.pins.release_of(engine.incarnation)
@@ -89,6 +101,7 @@ class Keeping:
     def adopted(self, session: Session) -> None:
         """A session has new blocks, or was pinned or unpinned; called with each new state of one. A pinned session that
         has outgrown the budget keeps its head pinned."""
+        self.prefetch.changed(session)
         if session.pinned:
             self.pins.hold(session.key, session.blocks, self._clock() + self._pin_for_s, whole=False)
         else:
@@ -101,6 +114,7 @@ class Keeping:
 
     def removed(self, session: Session) -> None:
         self.pins.release(session.key)
+        self.prefetch.removed(session)
 
     # ------------------------------------------------------------ time
 

@@ -58,6 +58,11 @@ class Loader:
     def __len__(self) -> int:
         return len(self._loads)
 
+    @property
+    def is_starved(self) -> bool:
+        """Whether loads wait for slots that cannot be had."""
+        return bool(self._starved)
+
     def load(self, block: int, asker: Asker) -> Outcome:
         """OK: the asker will be told. Otherwise what stands in the way, and the asker is not kept."""
         running = self._loads.get(block)

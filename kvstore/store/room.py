@@ -92,6 +92,7 @@ class Room:
             TierKind.SSD: choice.make(ssd_policy, on_ssd, clock),
         }
         self.hints = Hints()
+        self.on_left_ram: Callable[[int], None] = lambda block: None
         self.on_evicted: Callable[[TierKind, Sequence[int]], None] = lambda tier, blocks: None
         self.evicted = dict.fromkeys((TierKind.RAM, TierKind.SSD, TierKind.S3), 0)
         self.deleting: dict[TierKind, set[int]] = {TierKind.SSD: set(), TierKind.S3: set()}
@@ -149,6 +150,7 @@ class Room:
         """The slot's generation is bumped before anybody else can get it."""
         self._ram.delete([self._catalog.key(block)])
         self.policies[TierKind.RAM].on_remove(block)
+        self.on_left_ram(block)
         self.evicted[TierKind.RAM] += 1
         self._catalog.set_absent(block, TierKind.RAM, reason)
 

@@ -139,6 +139,8 @@ class SessionRequests:
             if isinstance(found, Outcome) or session is None:
                 reply(_not_got(request.id, found))
             else:
+                if request.namespace:
+                    self._keeping.prefetch.began(session)
                 reply(wire.SessionFound(self._table.view(session, found)))
 
         now = self._clock()
@@ -187,6 +189,23 @@ class SessionRequests:
             reply(wire.Done())
 
         self._reader.read(session, self._clock(), _PIN_DEADLINE_S, got)
+
+    def prefetch(self, request: wire.SessionPrefetch, reply: Reply) -> None:
+        """Begin to bring the session's blocks into RAM; where the namespace is named, a session of the bucket too."""
+
+        def got(found: SessionRecord | Outcome) -> None:
+            session = None if isinstance(found, Outcome) else self._table.get(found.session_key)
+            if session is None:
+                reply(_not_got(request.id, found))
+            else:
+                reply(wire.Prefetching(self._keeping.prefetch.asked(session), len(session.blocks)))
+
+        if request.namespace:
+            key = (request.tenant, request.namespace, request.id)
+            self._reader.get(key, self._clock(), _PIN_DEADLINE_S, got)
+        else:
+            session = self._table.find(request.id, request.tenant, b"")
+            reply(wire.Prefetching(self._keeping.prefetch.asked(session), len(session.blocks)))
 
     def hint(self, request: wire.SessionHint, reply: Reply) -> None:
         check_session_hint(request)

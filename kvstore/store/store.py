@@ -33,6 +33,7 @@ from kvstore.store.keeping import Keeping, make_pins
 from kvstore.store.lease import MAX_LEASES, LeaseTable
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
+from kvstore.store.prefetch import Prefetch
 from kvstore.store.review import Review
 from kvstore.store.room import Room
 from kvstore.store.session import SessionTable
@@ -97,8 +98,12 @@ class Store:
             ssd_policy=config.ssd.policy,
             is_pinned=pins.holds,
         )
-        self.keeping = Keeping(catalog, self._room, pins, config.sessions.pin_for_s, clock)
         self._loader = Loader(catalog, ram, links, self._room, self._on_loaded, self._on_lost)
+        self._prefetch = Prefetch(
+            config.prefetch, catalog, ram, self._room, self._loader, lambda: len(self._fetches) > 0, clock
+        )
+        self._room.on_left_ram = self._prefetch.left_ram
+        self.keeping = Keeping(catalog, self._room, pins, self._prefetch, config.sessions.pin_for_s, clock)
         self._grants = Grants(catalog, ram, self._room)
         self._leases = LeaseTable(catalog)
         self._fetches = Fetches(catalog, ram, self._loader, self._leases)
@@ -184,6 +189,7 @@ class Store:
         if self._discovery is not None:
             self._discovery.pump(now)
         self._loader.pump()
+        self._prefetch.pump(now)
         for demoter in self._demoters.values():
             demoter.pump(now)
         loading = any(link.is_loading for link in self._links.values())
@@ -195,7 +201,7 @@ class Store:
     def next_deadline(self) -> float:
         """When `turn` must be called even if nothing happens."""
         busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self.sessions.is_busy
-        busy = busy or bool(self._discovery) or self._review.is_busy or self._room.is_lowering
+        busy = busy or bool(self._discovery) or self._review.is_busy or self._room.is_lowering or self._prefetch.is_busy
         deadlines = [self._clock() + (0.02 if busy else _HOUSEKEEPING_EVERY_S)]
         for deadline in (self._fetches.next_deadline(), self.sessions.next_deadline()):
             if deadline is not None:
@@ -286,6 +292,9 @@ class Store:
         touched = self._fetches.begin(keys, engine.namespace, engine.incarnation, now, request.deadline_s, reply)
         self._ram_bytes_out += len(touched) * self._catalog.namespaces[engine.namespace].payload_bytes
         self._room.used(TierKind.RAM, touched)
+        self._prefetch.used(touched)
+        if len(touched) * KEY_BYTES < len(keys) and self._prefetch.is_busy:
+            self._prefetch.late(self._catalog.find_joined(keys, engine.namespace).tolist())
         on_ssd = [block for block in touched if self._catalog.resident(block, TierKind.SSD)]
         self._room.used(TierKind.SSD, on_ssd)
         for tier, admitting in self._admitting.items():
@@ -404,6 +413,7 @@ class Store:
                 "requests": {**self._requests.snapshot(), "decisions": self.decisions.snapshot()},
                 "errors": error_counts(self._errors, self._links),
                 "sessions": self._census.snapshot(),
+                "prefetch": self._prefetch.snapshot(),
                 "pins": self.keeping.pins.snapshot(),
                 "discovery": {} if self._discovery is None else self._discovery.counts.snapshot(),
                 "store": {"blocks_stored": self._blocks_stored, "refused": self._refused.snapshot()},

@@ -114,6 +114,14 @@ def test_a_session_is_pinned_and_deleted_for_its_tenant() -> None:
     assert client.calls == [("session_pin", "a", True, "t"), ("session_delete", "a", "")]
 
 
+def test_a_session_is_brought_into_ram_on_request() -> None:
+    client = FakeClient(session("a"))
+    begun = Api(client)("POST", "/v1/sessions/a/prefetch", params={"tenant": "t"})
+    assert begun.json() == {"id": "a", "blocks_to_load": 3, "blocks": 5}
+    assert client.calls == [("session_prefetch", "a", "t")]
+    assert error_of(Api(client)("POST", "/v1/sessions/b/prefetch")) == (404, "not_found")
+
+
 def test_what_will_become_of_a_session_can_be_said_and_is_checked() -> None:
     client = FakeClient(session("a"))
     said = Api(client)("POST", "/v1/sessions/a/hint", json={"end": True, "ttl_s": 60}, params={"tenant": "t"})

@@ -31,6 +31,7 @@ COMMANDS = [
     ["sessions", "show"],
     ["sessions", "pin"],
     ["sessions", "unpin"],
+    ["sessions", "prefetch"],
     ["sessions", "delete"],
     ["explain"],
     ["evict"],
@@ -266,7 +267,7 @@ def test_a_session_is_shown_with_what_was_said(run: Run) -> None:
     assert json.loads(run("sessions", "show", "a", "--json").out)["messages"][1]["content"] == "hush"
 
 
-@pytest.mark.parametrize("command", ["show", "pin", "unpin", "delete"])
+@pytest.mark.parametrize("command", ["show", "pin", "unpin", "prefetch", "delete"])
 def test_a_session_that_does_not_exist_ends_with_4(run: Run, command: str) -> None:
     assert run("sessions", command, "nobody").code == 4
 
@@ -277,6 +278,12 @@ def test_sessions_are_pinned_unpinned_and_deleted(run: Run, client: FakeClient) 
     assert run("sessions", "delete", "a").out == "deleted a: 5 blocks freed, 2 kept for other sessions\n"
     assert client.calls[0] == ("session_pin", "a", True, "t")
     assert client.calls[2] == ("session_pin", "a", False, "")
+
+
+def test_sessions_are_brought_into_ram(run: Run, client: FakeClient) -> None:
+    ran = run("sessions", "prefetch", "a", "--tenant", "t")
+    assert ran.out == "a: 3 of 5 blocks are brought into RAM\n"
+    assert client.calls == [("session_prefetch", "a", "t")]
 
 
 def test_tiers_are_emptied_and_the_blocks_counted(run: Run, client: FakeClient) -> None:

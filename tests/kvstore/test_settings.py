@@ -207,7 +207,8 @@ def test_what_is_described_reads_back_as_the_same(tmp_path: Path) -> None:
     for section, key, value, _ in describe(loaded):
         sections.setdefault(section, []).append(f"{key} = {value}")
     text = "\n".join(line for section, lines in sections.items() for line in [f"[{section}]", *lines])
-    assert set(tomllib.loads(text)) == {"daemon", "ram", "ssd", "s3", "encryption", "sessions", "http"}
+    expected = {"daemon", "ram", "ssd", "s3", "encryption", "sessions", "prefetch", "http"}
+    assert set(tomllib.loads(text)) == expected
     assert from_text(tmp_path, text).config == loaded.config
 
 

@@ -137,6 +137,11 @@ class FakeClient:
         self._called("session_hint", session_id, said)
         self._known(session_id)
 
+    def session_prefetch(self, session_id: str, tenant: str = "", namespace: bytes = b"") -> wire.Prefetching:
+        self._called("session_prefetch", session_id, tenant)
+        self._known(session_id)
+        return wire.Prefetching(blocks_to_load=3, blocks=5)
+
     def session_delete(self, session_id: str, tenant: str = "", namespace: bytes = b"") -> wire.SessionDeleted:
         self._called("session_delete", session_id, tenant)
         self._known(session_id)

@@ -39,6 +39,7 @@ REQUESTS: list[wire.Message] = [
     wire.SessionPut("chat", "", NAMESPACE.digest(), 0, [MESSAGE], KEYS, False, 60.0, True),
     wire.SessionList(None, 10),
     wire.SessionPin("chat", True, "", NAMESPACE.digest()),
+    wire.SessionPrefetch("chat", "", NAMESPACE.digest()),
     wire.SessionHint("chat", "", NAMESPACE.digest(), False, True, 1, 60.0),
     wire.Hint(b"k" * 64, True, False, -1, 5.0, 60.0, "why"),
     wire.SessionDelete("chat", "", NAMESPACE.digest()),
@@ -49,6 +50,7 @@ REQUESTS: list[wire.Message] = [
     wire.Stats(),
 ]
 REPLIES: list[wire.Message] = [
+    wire.Prefetching(3, 5),
     wire.Pong(1 << 62),
     wire.Attached(1, 2, "/dev/shm/x", 1 << 33, ["ram", "ssd"]),
     wire.Done(),

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from kvstore import wire
-from kvstore.config import Config, RamConfig, S3Config, SessionsConfig, SsdConfig
+from kvstore.config import Config, PrefetchConfig, RamConfig, S3Config, SessionsConfig, SsdConfig
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import BlockKey, Namespace, join_keys
 from kvstore.core.outcome import Outcome, TierKind
@@ -213,6 +213,7 @@ class Rig:
         clock: Clock | None = None,
         ram_config: RamConfig | None = None,
         ssd_config: SsdConfig | None = None,
+        prefetch: PrefetchConfig | None = None,
     ) -> None:
         """`ram_config`'s size and `ssd_config`'s `enabled` are those of the other arguments."""
         folder.mkdir(exist_ok=True)
@@ -232,6 +233,7 @@ class Rig:
                 ram_config or RamConfig(high_watermark=1.0, low_watermark=0.9), size_bytes=ram_bytes
             ),
             ssd=msgspec.structs.replace(ssd_config or SsdConfig(), enabled=ssd is not None),
+            prefetch=PrefetchConfig() if prefetch is None else prefetch,
             s3=S3Config() if s3_config is None else s3_config,
             sessions=SessionsConfig() if sessions is None else sessions,
         )
