@@ -235,7 +235,7 @@ def _plot(path: Path, profile: SavedProfile, even: dict[str, int | None], max_to
         for tier, load in _loads_of(profile).items()
     }
     recompute_s = [prefill.predict(count + _NEW_TOKENS, 0) for count in tokens]
-    title = f"{profile.model} on {profile.device}: time to first token, {_NEW_TOKENS} new tokens behind a prefix"
+    title = f"{profile.model} on {profile.device}\ntime to first token, {_NEW_TOKENS} new tokens behind the prefix"
     plot_times(path, title, tokens, recompute_s, loads_s, even)
 
 

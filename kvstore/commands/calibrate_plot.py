@@ -20,18 +20,21 @@ def plot_times(
     """
     # Here, since the command starts without it.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(tokens, recompute_s, color="black", label="recompute")
     for tier, seconds in loads_s.items():
-        (line,) = axes.plot(tokens, seconds, label=f"load from {tier}")
         even = break_even.get(tier)
+        pays = "never faster" if even is None else f"faster from {even} tokens on"
+        (line,) = axes.plot(tokens, seconds, label=f"load from {tier}: {pays}")
         if even is not None and tokens[0] <= even <= tokens[-1]:
             axes.axvline(even, color=line.get_color(), linestyle=":", linewidth=1)
-            text = f"{tier}: from {even} tokens"
-            axes.annotate(text, (even, axes.get_ylim()[0]), rotation=90, fontsize=8, va="bottom", ha="right")
+            at = min(range(len(tokens)), key=lambda i: abs(tokens[i] - even))
+            axes.plot([even], [seconds[at]], marker="o", color=line.get_color())
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
     axes.set_yscale("log")
     axes.set_xlabel("prefix, tokens")
     axes.set_ylabel("seconds")
