@@ -21,7 +21,7 @@ from policies.cost import CostModel, PrefillCost, StepWork
 
 _log = logging.getLogger(__name__)
 
-# Fitting the cost takes up to two milliseconds.
+# Fitting the cost takes up to half a millisecond.
 _PUBLISH_EVERY_S = 1.0
 
 

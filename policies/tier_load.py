@@ -39,6 +39,8 @@ class TierLoad:
         if saved is not None:
             prior = known(saved, prior, _SAVED_DOUBT, _SAVED_ANCHOR, may_be_far=True)
         self._learner = Learner(prior, [_WINDOW], may_be_far=True)
+        # What was measured last, however long ago.
+        self._last = saved
         self._was_measured = False
         self._silence_s = 0.0
         self._silent_until_s = 0.0
@@ -75,16 +77,19 @@ class TierLoad:
         return Confidence.STALE if self._was_measured or self._saved_at_s is not None else Confidence.GUESSED
 
     def worth_saving(self) -> tuple[float, float] | None:
-        """Return what a later run may begin with; None where nothing was ever measured."""
-        is_known = self.confidence() is not Confidence.GUESSED
+        """Return what a later run may begin with: what was measured last, however long ago; None: nothing was."""
+        if self.confidence() < Confidence.ROUGH:
+            return self._last
         latency_s, per_byte_s = self.fitted().coefficients
-        return (latency_s, per_byte_s) if is_known else None
+        return latency_s, per_byte_s
 
     def _refresh(self) -> None:
         """Let what was measured last become, halfway, what is assumed, once all of it is too old."""
         if not self._learner.count() or self._learner.count(self._clock() - MAX_AGE_S):
             return
-        last = known(self._learner.fitted().coefficients, self._guess, _STALE_DOUBT)
+        latency_s, per_byte_s = self._learner.fitted().coefficients
+        self._last = latency_s, per_byte_s
+        last = known(self._last, self._guess, _STALE_DOUBT)
         middle = np.sqrt(last.scale * self._learner.prior.scale)
         self._learner.forget(Prior(tuple(middle.tolist()), _STALE_DOUBT, may_be_far=True))
         self._was_measured = True

@@ -124,26 +124,31 @@ def calibrate(
             daemon = stack.enter_context(scratch_daemon(loaded.config, config, ram_bytes, _SSD_BYTES, _SEGMENT_BYTES))
             arguments += ["--run-dir", str(daemon.run_dir)]
         about, steps, timed = _measure(arguments)
-    found = fitted(about, steps, timed)
+    costs = learned(about.chunk_tokens, steps, timed)
+    found = _profile(about, costs)
     path = saved_profile.save(profile_dir or default_folder(), found)
     even = _break_even(found)
     if plot is not None:
         _plot(plot, found, even, about.max_tokens)
     if json:
-        print_json(_as_json(found, steps, timed, even, path, time.monotonic() - began))
+        print_json(_as_json(found, costs, steps, timed, even, path, time.monotonic() - began))
         return
-    _show(found, steps, timed, even)
+    _show(found, costs, steps, timed, even)
     typer.echo(f"the profile is {path}; {time.monotonic() - began:.0f} s")
 
 
-def fitted(about: SavedProfile, steps: Sequence[Step], loads: Sequence[Load]) -> SavedProfile:
-    """Return the profile with what the engine's own cost model makes of the measurements."""
-    costs = CostModel(about.chunk_tokens, lambda: 0.0)
+def learned(chunk_tokens: int, steps: Sequence[Step], loads: Sequence[Load]) -> CostModel:
+    """Return what the engine's own cost model makes of the measurements."""
+    costs = CostModel(chunk_tokens, lambda: 0.0)
     for step in steps:
         prefills = [(step.new, step.cached)] if step.new else []
         costs.observe_step(StepWork.of(prefills, step.decodes), step.seconds)
     for each in loads:
         costs.observe_load(TierKind[each.tier.upper()], each.bytes, each.seconds)
+    return costs
+
+
+def _profile(about: SavedProfile, costs: CostModel) -> SavedProfile:
     plain = SavedProfile(**{name: getattr(about, name) for name in SavedProfile.__struct_fields__})
     return plain.with_costs(costs.worth_saving(), time.time(), "calibrate")
 
@@ -239,39 +244,42 @@ def _plot(path: Path, profile: SavedProfile, even: dict[str, int | None], max_to
     plot_times(path, title, tokens, recompute_s, loads_s, even)
 
 
-def _show(profile: SavedProfile, steps: Sequence[Step], loads: Sequence[Load], even: dict[str, int | None]) -> None:
-    assert profile.step is not None, "steps were measured"
-    per_step, per_token, per_pair, per_decode = profile.step
+def _show(
+    profile: SavedProfile,
+    costs: CostModel,
+    steps: Sequence[Step],
+    loads: Sequence[Load],
+    even: dict[str, int | None],
+) -> None:
+    """Print what was measured beside what the model makes of it, and how far that may be off."""
+    per_step, per_token, per_pair, per_decode = costs.step_coefficients()
     rows = []
     for (new, cached, decodes), seconds in _grouped((s.new, s.cached, s.decodes, s.seconds) for s in steps):
-        prefills = [(new, cached)] if new else []
-        work = StepWork.of(prefills, decodes)
+        work = StepWork.of([(new, cached)] if new else [], decodes)
         model_s = per_step + per_token * work.prefill_tokens + per_pair * work.prefill_work + per_decode * decodes
-        rows.append([str(new), str(cached), str(decodes), f"{seconds:.4f}", f"{model_s:.4f}"])
+        spread = f"{100 * costs.prefill_spread(new, cached):.0f}%" if new else ""
+        rows.append([str(new), str(cached), str(decodes), f"{seconds:.4f}", f"{model_s:.4f}", spread])
     typer.echo(f"{profile.model} on {profile.device}, {profile.host}")
-    print_table(["new tokens", "after", "decodes", "seconds", "model"], rows)
+    print_table(["new tokens", "after", "decodes", "seconds", "model", "±"], rows)
     rows = []
-    costs = _loads_of(profile)
     for (tier, blocks, at_once, num_bytes), seconds in _grouped(
         (each.tier, each.blocks, each.at_once, each.bytes, each.seconds) for each in loads
     ):
-        model_s = costs[TierKind[tier.upper()]].predict(num_bytes)
+        kind = TierKind[tier.upper()]
+        model_s, spread = costs.load({kind: num_bytes}), f"{100 * costs.load_spread(kind, num_bytes):.0f}%"
         rate = f"{approximate_size(num_bytes / seconds)}/s"
-        rows.append([tier, str(blocks), str(at_once), f"{seconds:.4f}", f"{model_s:.4f}", rate])
+        rows.append([tier, str(blocks), str(at_once), f"{seconds:.4f}", f"{model_s:.4f}", spread, rate])
     if rows:
-        print_table(["tier", "blocks", "at once", "seconds", "model", "rate"], rows)
+        print_table(["tier", "blocks", "at once", "seconds", "model", "±", "rate"], rows)
         print_table(
             ["tier", "latency ms", "bandwidth", "loads faster than computing from"],
-            [
-                [
-                    tier.label,
-                    f"{1e3 * load.latency_s:.2f}",
-                    f"{approximate_size(1 / load.per_byte_s)}/s" if load.per_byte_s else "",
-                    f"{even[tier.label]} tokens" if even[tier.label] is not None else "never",
-                ]
-                for tier, load in costs.items()
-            ],
+            [_tier_row(tier, load, even[tier.label]) for tier, load in _loads_of(profile).items()],
         )
+
+
+def _tier_row(tier: TierKind, load: LoadCost, even: int | None) -> list[str]:
+    rate = f"{approximate_size(1 / load.per_byte_s)}/s" if load.per_byte_s else ""
+    return [tier.label, f"{1e3 * load.latency_s:.2f}", rate, "never" if even is None else f"{even} tokens"]
 
 
 def _grouped(rows: Any) -> list[tuple[Any, float]]:
@@ -284,6 +292,7 @@ def _grouped(rows: Any) -> list[tuple[Any, float]]:
 
 def _as_json(
     profile: SavedProfile,
+    costs: CostModel,
     steps: Sequence[Step],
     loads: Sequence[Load],
     even: dict[str, int | None],
@@ -298,9 +307,11 @@ def _as_json(
                 "latency_s": load.latency_s,
                 "bytes_per_s": 1 / load.per_byte_s if load.per_byte_s else None,
                 "break_even_tokens": even[tier.label],
+                "spread_of_a_block": costs.load_spread(tier, profile.block_bytes),
             }
             for tier, load in _loads_of(profile).items()
         },
+        "spread_of_a_chunk": costs.prefill_spread(profile.chunk_tokens, 0),
         "steps": msgspec.to_builtins(steps),
         "loads": msgspec.to_builtins(loads),
         "seconds": seconds,

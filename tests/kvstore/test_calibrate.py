@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kvstore.cli import app
 from kvstore.commands import calibrate
-from kvstore.commands.calibrate import CalibrationFailed, Load, Step, fitted
+from kvstore.commands.calibrate import CalibrationFailed, Load, Step, learned
 from kvstore.commands.calibrate_plot import plot_times
 from kvstore.core.errors import ConfigError
 from policies.saved_profile import SavedProfile
@@ -28,7 +28,7 @@ LOADS = [
 
 
 def test_the_profile_has_what_the_measurements_say() -> None:
-    found = fitted(ABOUT, STEPS, LOADS)
+    found = calibrate._profile(ABOUT, learned(256, STEPS, LOADS))
     assert found.step == pytest.approx((0.04, 1e-3, 4e-7, 0.01), rel=0.05)
     assert set(found.loads) == {"ssd"}
     assert found.loads["ssd"] == pytest.approx((0.005, 2e-9), rel=0.05)
@@ -74,3 +74,15 @@ def test_a_size_that_is_none_is_refused_by_name() -> None:
     ran = CliRunner().invoke(app, ["calibrate", "--ram-size", "much"])
     assert ran.exit_code == 2
     assert "--ram-size" in ran.output
+
+
+def test_the_tables_have_what_was_measured_beside_the_model_and_its_doubt(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = learned(256, STEPS, LOADS)
+    calibrate._show(calibrate._profile(ABOUT, costs), costs, STEPS, LOADS, {"ssd": 160})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["256", "1024", "1"] in [line[:3] for line in lines]
+    assert ["ssd", "16", "2"] in [line[:3] for line in lines]
+    measured = next(line for line in lines if line[:3] == ["ssd", "16", "2"])
+    assert float(measured[3]) == pytest.approx(float(measured[4]), rel=0.05)
+    assert measured[5].endswith("%")
+    assert lines[-1] == ["ssd", "5.00", "477", "MiB/s", "160", "tokens"]

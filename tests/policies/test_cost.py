@@ -145,6 +145,10 @@ def test_confidence_grows_with_what_was_measured_and_shrinks_with_its_age() -> N
     clock.now += 200
     assert costs.load_confidence(TierKind.SSD) is Confidence.STALE
     assert not costs.load_known(TierKind.SSD)
+    latency_s, per_byte_s = costs.worth_saving().loads[TierKind.SSD]
+    assert latency_s + per_byte_s * (1 << 20) == pytest.approx(0.01, rel=0.02), (
+        "the next run begins with the last of it"
+    )
     assert costs.prefill_confidence is Confidence.MEASURED, "the machine is the same"
     costs.observe_load(TierKind.SSD, 1 << 20, 0.01)
     assert costs.load_confidence(TierKind.SSD) is Confidence.ROUGH, "one is enough to believe it again"
