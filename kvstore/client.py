@@ -132,8 +132,13 @@ class Client:
         if not keys:
             return LookupResult([], Outcome.OK, "")
         found = self._ask(wire.Lookup(join_keys(keys)), wire.Found, deadline_s)
-        # By a table: calling the enum for each of thousands of blocks costs more than the whole question.
-        tiers = [_TIERS[tier] for tier in found.tiers]
+        # By a table, since calling the enum for each of thousands of blocks costs more than the whole question; most
+        # often they all lie in one tier.
+        first = found.tiers[:1]
+        if first and found.tiers.count(first) == len(found.tiers):
+            tiers = [_TIERS[first[0]]] * len(found.tiers)
+        else:
+            tiers = [_TIERS[tier] for tier in found.tiers]
         return LookupResult(tiers, Outcome(found.next), found.why, Outcome(found.s3))
 
     def fetch(self, keys: Sequence[BlockKey], deadline_s: float) -> FetchStream:

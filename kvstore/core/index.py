@@ -77,10 +77,11 @@ class KeyIndex:
         # place takes the row before the first, which is the last one, and then counts for nothing.
         found: Ids = self._table.take(positions)
         found -= 1
-        same = _equal(self._keys.take(found, axis=0, mode="wrap"), words)
-        same &= found >= 0
-        if same.all():
+        rows = self._keys.take(found, axis=0, mode="wrap")
+        if len(found) and found.min() >= 0 and (rows == words).all():
             return found
+        same = _equal(rows, words)
+        same &= found >= 0
         pending = np.flatnonzero(~same & (found >= 0))
         found[~same] = -1
         places = positions[pending]

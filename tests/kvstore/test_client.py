@@ -53,6 +53,12 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(daemon: Fak
     assert until(lambda: client.lookup(KEYS)).tiers == []
 
 
+@pytest.mark.parametrize("tiers", [[], [TierKind.SSD], [TierKind.RAM] * 3, [TierKind.RAM, TierKind.S3, TierKind.RAM]])
+def test_a_lookup_tells_the_tier_of_each_block(daemon: FakeDaemon, client: Client, tiers: list[TierKind]) -> None:
+    daemon.answer = lambda request: [wire.Found(bytes(tiers), Outcome.MISS)]
+    assert client.lookup(KEYS).tiers == tiers
+
+
 def test_a_daemon_that_ends_while_it_is_asked_is_not_waited_for(tmp_path: Path) -> None:
     """It was noticed by looking at its lock from time to time, and not at all where only the connection ended."""
     with contextlib.closing(Client(tmp_path, namespace=NAMESPACE)) as client, FakeDaemon(tmp_path) as daemon:
