@@ -39,7 +39,7 @@ _GONE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 class Peer:
     """One connection."""
 
-    __slots__ = ("fd", "inbox", "is_awaited", "is_lost", "is_waiting", "socket", "unsent")
+    __slots__ = ("fd", "inbox", "is_heard", "is_lost", "is_waiting", "socket", "unsent")
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -48,18 +48,14 @@ class Peer:
         self.unsent = bytearray()
         self.is_waiting = False
         """In line, with bytes that may be a whole message."""
-        self.is_awaited = False
-        """The poll tells when it takes more."""
+        self.is_heard = True
+        """We listen to it: it is connected, reads its answers, and has not sent what is no message."""
         self.is_lost = False
         """What it sent is no message: it is closed once it has been told so."""
 
     @property
     def is_open(self) -> bool:
         return self.fd >= 0
-
-    @property
-    def is_slow(self) -> bool:
-        return len(self.unsent) > _SLOW_BYTES
 
     @property
     def held_bytes(self) -> int:
@@ -121,7 +117,7 @@ class ControlSocket:
                 continue
             if peer.unsent and events & ~select.EPOLLIN:
                 self._flush(peer)
-            if events & _GONE and peer.is_open and not (peer.is_waiting or peer.is_slow or peer.is_lost):
+            if events & _GONE and peer.is_heard and not peer.is_waiting:
                 self._read(peer)
 
     def next_message(self) -> tuple[Peer, Header, bytes] | None:
@@ -129,7 +125,7 @@ class ControlSocket:
         while self._waiting:
             peer = self._waiting.popleft()
             peer.is_waiting = False
-            if not peer.is_open or peer.is_slow or peer.is_lost:
+            if not peer.is_heard:
                 continue
             try:
                 message = peer.inbox.next()
@@ -174,6 +170,7 @@ class ControlSocket:
         with contextlib.suppress(OSError):
             self._epoll.unregister(peer.fd)
         peer.fd = -1
+        peer.is_heard = False
         peer.unsent.clear()
         peer.socket.close()
 
@@ -236,12 +233,13 @@ class ControlSocket:
             self.hang_up(peer)
             return
         self._await(peer)
-        if len(peer.inbox) and not peer.is_slow and not peer.is_lost:
+        if len(peer.inbox) and peer.is_heard:
             self._line_up(peer)
 
     def _await(self, peer: Peer) -> None:
         """Have the poll tell of that peer what we can do with it now."""
-        events = 0 if peer.is_slow or peer.is_lost else select.EPOLLIN
+        peer.is_heard = not (len(peer.unsent) > _SLOW_BYTES or peer.is_lost)
+        events = select.EPOLLIN if peer.is_heard else 0
         if peer.unsent:
             events |= select.EPOLLOUT
         self._epoll.modify(peer.fd, events)
@@ -250,6 +248,7 @@ class ControlSocket:
         """Say what is wrong, then hang up."""
         self._on_fault(f"refused_{error.code}")
         peer.is_lost = True
+        peer.is_heard = False
         self.send(peer, Header(), wire.encode(wire.Error(error.code, str(error))))
         if peer.is_open and not peer.unsent:
             self.hang_up(peer)

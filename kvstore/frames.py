@@ -44,7 +44,7 @@ class Inbox:
         if header is None:
             if len(self._bytes) < body_begin:
                 return None
-            self._header = header = wire.decode_header(self._bytes[self._begin : body_begin])
+            self._header = header = wire.decode_header(self._bytes, self._begin)
             if header.body_bytes > self._max_body_bytes:
                 raise ProtocolError(
                     ErrorCode.TOO_LONG,

@@ -73,11 +73,12 @@ def pack(header: Header, body: bytes) -> bytes:
     return header.encode(len(body)) + body
 
 
-def decode_header(frame: bytes | bytearray) -> Header:
-    """Raises ProtocolError (malformed) where `frame` is no header; the version is left to the caller to judge."""
-    if len(frame) != HEADER_BYTES:
-        raise ProtocolError(ErrorCode.MALFORMED, f"a header has {HEADER_BYTES} bytes, this one {len(frame)}")
-    magic, version, body_bytes, epoch, incarnation, sequence = _HEADER.unpack(frame)
+def decode_header(frame: bytes | bytearray, begin: int = 0) -> Header:
+    """Return the header that begins there. Raises ProtocolError (malformed) where none does; the version is left to the
+    caller to judge."""
+    if len(frame) - begin < HEADER_BYTES:
+        raise ProtocolError(ErrorCode.MALFORMED, f"a header has {HEADER_BYTES} bytes, this one {len(frame) - begin}")
+    magic, version, body_bytes, epoch, incarnation, sequence = _HEADER.unpack_from(frame, begin)
     if magic != _MAGIC:
         raise ProtocolError(ErrorCode.MALFORMED, "the header does not begin with the protocol's magic")
     return Header(epoch, incarnation, sequence, version, body_bytes)

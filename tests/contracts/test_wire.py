@@ -122,7 +122,8 @@ def test_a_header_comes_out_as_it_went_in_and_nothing_else_is_one() -> None:
     frame = header.encode(1 << 31)
     assert wire.decode_header(frame) == msgspec.structs.replace(header, body_bytes=1 << 31)
     assert wire.decode_header(frame[:2] + struct.pack("<H", 9) + frame[4:]).version == 9
-    for bad in (b"", frame[:-1], frame + b"\0", b"VK" + frame[2:]):
+    assert wire.decode_header(b"xyz" + frame + b"body", 3) == wire.decode_header(frame)
+    for bad in (b"", frame[:-1], b"\0" + frame, b"VK" + frame[2:]):
         with pytest.raises(ProtocolError):
             wire.decode_header(bad)
 
