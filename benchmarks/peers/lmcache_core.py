@@ -2,8 +2,8 @@
 
 `core_*`: reserve, copy, finish; prefetch, copy out, finish. `write` and `durable_write`: the same store until every
 block is a whole file of the L2 adapter; LMCache itself never syncs, so `durable_write` syncs the files and their
-folder afterwards, which is what durability would cost it at least. `cold_read`: prefetch from L2 to L1, the page
-cache dropped before.
+folder afterwards, which is what durability would cost it at least. `cold_read`: prefetch of all blocks from L2 to L1,
+the page cache dropped before.
 
 The adapter (`fs` or `fs_native`, buffered or O_DIRECT) is the argument; each is a contender of its own, so that the
 fastest counts.
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from worker import Buffers, Task, check, drop_cache, files_below, serve, sync_files
+from worker import Buffers, Task, check, drop_cache, files_below, serve, shuffled, sync_files
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
@@ -153,8 +153,9 @@ class StorageCore:
         keys = self._keys(number, "kept-")
         self._forget(keys)
         drop_cache(self._l2_folder)
+        order = [keys[i] for i in shuffled(len(keys), number)]
         started = time.perf_counter()
-        self._prefetch(keys)
+        self._prefetch(order)
         taken_s = time.perf_counter() - started
         self._copy_out(keys)
         check(self._there, self._here)

@@ -5,7 +5,7 @@ daemon_*        a client of a daemon, contiguous buffers on the engine's side: g
                 copies, checks of the generations and release
 paged_*         the same from and to a paged pool of 16-token pool blocks
 durable_write   caller's buffer, slot, disk; each batch is synced with its index
-cold_read       disk to slots, verified
+cold_read       disk to slots, verified; all blocks in one request
 lookup, ping    the daemon
 """
 
@@ -47,10 +47,8 @@ class Ours:
         self._space = namespace(task.block_bytes, _BLOCK_TOKENS)
         self._here = Buffers(task.num_blocks, task.block_bytes, filled=True)
         self._there = Buffers(task.num_blocks, task.block_bytes, filled=False)
-        self._threads = ThreadPoolExecutor(task.threads)
         self._closing = contextlib.ExitStack()
         self._writers = ThreadPoolExecutor(SSD_WRITERS)
-        self._closing.callback(self._threads.shutdown)
         self._closing.callback(self._writers.shutdown)
         room = task.total_bytes * 5 // 4 + 4 * task.block_bytes
         self._region = Region.create(Path(task.shm_dir) / "core", room, _EPOCH, prefault=lambda _done, _total: None)
@@ -127,10 +125,10 @@ class Ours:
         for slot in slots:
             slot[:8] = bytes(8)
         drop_cache(f"{self._task.folder}/ssd")
-        started = time.perf_counter()
         order = shuffled(len(metas), number)
-        for outcome in self._threads.map(lambda i: self._ssd.read([metas[i]], [slots[i]]), order):
-            expect(outcome)
+        started = time.perf_counter()
+        # One request for all of them, as LMCache gets.
+        expect(self._ssd.read([metas[i] for i in order], [slots[i] for i in order]))
         taken_s = time.perf_counter() - started
         for there, slot in zip(self._there.views, slots, strict=True):
             there[:] = slot
