@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from engine.counters import Counters
 from engine.fetcher import Fetcher
@@ -21,6 +21,14 @@ _Job = TypeVar("_Job", FetchJob, StoreJob)
 
 # A fetch has a thread for as long as it runs, and mostly waits for a slow tier: those of fast ones must find one free.
 _NUM_FETCHERS = 6
+
+
+class Movers(Protocol):
+    """The threads that move blocks, as the step loop sees them: both calls return at once, False where full."""
+
+    def fetch(self, job: FetchJob) -> bool: ...
+
+    def store(self, job: StoreJob) -> bool: ...
 
 
 class MoverThreads:

@@ -131,6 +131,10 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
 
+    def count_miss(self, why: str, num_tokens: int) -> None:
+        if num_tokens > 0:
+            self.miss[why] = self.miss.get(why, 0) + num_tokens
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the tokens [start, end) of prompt followed by output."""
         border = len(self.prompt)

@@ -13,10 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.caching import Ahead, BlockCaching, Shape
+from engine.caching import BlockCaching
 from engine.jobs import FetchJob, StoreJob
+from engine.planner import Ahead
 from engine.pool import BlockPool
 from engine.request import FinishReason, Progress, Request, RequestState
+from engine.shape import Shape
 from policies.cost import StepWork
 
 
@@ -70,7 +72,7 @@ class Scheduler:
         self._num_added += 1
         request.order = self._num_added
         self._requests[request.id] = request
-        self._caching.arrived()
+        self._caching.planner.arrived()
         # The last token that is sampled needs no KV.
         needed = len(request.prompt) + request.max_new_tokens - 1
         if needed > self.max_tokens():
@@ -88,7 +90,7 @@ class Scheduler:
 
     def fetched(self, job: FetchJob) -> None:
         """A mover is done with this job, whose request may have ended before."""
-        self._caching.fetched(job)
+        self._caching.planner.fetched(job)
 
     def stored(self, job: StoreJob) -> None:
         self._caching.stored(self._requests.get(job.request_id), job)
@@ -99,17 +101,17 @@ class Scheduler:
         """Return what to compute next, in order of arrival; [] where nobody can get on before something comes in."""
         self._admit()
         budget, ahead_s = self._chunk_tokens, 0.0
-        prefill = self._caching.prefill_cost(self._num_decodes()) if self._caching.has_loads else None
+        prefill = self._caching.planner.prefill_cost(self._num_decodes()) if self._caching.planner.has_loads else None
         pieces: list[Piece] = []
         for request in list(self._active):
             if request.state is RequestState.WAITING:
                 continue  # it was preempted for one before it
             wanted = self._caching.allowance(request, budget, ahead_s, prefill)
             if prefill is not None:
-                ahead_s += self._caching.work_s(request, prefill)
+                ahead_s += self._caching.planner.work_s(request, prefill)
             if wanted == 0:
                 continue
-            count = self._caching.claim(request, self._make_room(request, wanted))
+            count = self._caching.planner.claim(request, self._make_room(request, wanted))
             if count == 0:
                 continue
             left = request.num_tokens - request.num_computed
@@ -120,7 +122,7 @@ class Scheduler:
 
     def complete(self, pieces: Sequence[Piece], sampled: Sequence[int | None], seconds: float) -> None:
         """Take over a step that took so long: `sampled[i]` is the next token of the i-th piece, where it samples."""
-        self._caching.computed(seconds)
+        self._caching.planner.computed(seconds)
         for piece, token in zip(pieces, sampled, strict=True):
             request = piece.request
             request.num_computed += piece.num_tokens
@@ -141,7 +143,7 @@ class Scheduler:
             self._finish(request, "error", error)
 
     def next_deadline_s(self) -> float | None:
-        return self._caching.next_deadline_s()
+        return self._caching.planner.next_deadline_s()
 
     def _append(self, request: Request, token: int) -> None:
         if not request.output:
@@ -170,8 +172,10 @@ class Scheduler:
     def _ahead_of(self, order: int) -> Ahead:
         """Return what is in front of a request that is being admitted: who came later only has what it leaves."""
         num_decodes = self._num_decodes()
-        prefill = self._caching.prefill_cost(num_decodes)
-        work_s = sum(self._caching.work_s(request, prefill) for request in self._active if request.order < order)
+        prefill = self._caching.planner.prefill_cost(num_decodes)
+        work_s = sum(
+            self._caching.planner.work_s(request, prefill) for request in self._active if request.order < order
+        )
         return Ahead(work_s, num_decodes)
 
     def _num_decodes(self) -> int:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
@@ -22,7 +22,7 @@ import uvicorn
 from engine.app import make_app
 from engine.guard import Guard, read_api_keys
 from engine.model import default_model_folder, load_model, make_pool
-from engine.service import Engine, EngineOptions
+from engine.service import Engine, EngineOptions, Objective
 from kernels.quantized import QuantizedDtype, quantized_dtype
 from kvstore.core.errors import ConfigError
 from kvstore.core.hosts import is_loopback
@@ -164,6 +164,10 @@ def main(
         Path | None,
         typer.Option("--profile-dir", metavar="DIR", help="Where measured costs are kept; default: the state folder."),
     ] = None,
+    objective: Annotated[
+        str,
+        typer.Option(help="latency: the plan with the soonest first token; throughput: GPU seconds have a price, too."),
+    ] = "latency",
     tenant: Annotated[str, typer.Option(help="Whose requests those are that name no tenant.")] = "",
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key per line, with its tenant if any.")
@@ -187,6 +191,7 @@ def main(
                     default_reply_tokens=min(256, max_tokens),
                     tenant=tenant,
                     kv_store_dtype=_store_dtype(kv_store_dtype),
+                    objective=_objective(objective),
                     profile_dir=profile_dir if profile_dir is not None else default_profile_dir(),
                 ),
                 model=model,
@@ -210,6 +215,12 @@ def _store_dtype(name: str) -> QuantizedDtype | None:
         return quantized_dtype(name)
     except ValueError as error:
         raise ConfigError(f"--kv-store-dtype: {error}") from None
+
+
+def _objective(name: str) -> Objective:
+    if name not in get_args(Objective):
+        raise ConfigError(f"--objective is {name!r}; known are {', '.join(get_args(Objective))}")
+    return cast(Objective, name)
 
 
 def _size(text: str) -> int:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
 from engine.attention import SequenceSlice
-from engine.caching import BlockCaching, Shape
+from engine.caching import BlockCaching
 from engine.chat import Chat, Tokenizer
 from engine.consult import Consult, Limits
 from engine.cost_keeper import CostKeeper, blank_profile, device_name
@@ -29,15 +29,18 @@ from engine.pool import BlockPool
 from engine.request import Progress, Request
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.shape import Shape
 from engine.turn import Ask, Saved, Turn
 from kernels.quantized import QuantizedDtype, payload_bytes_of
 from kvstore.client import Client
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.core.key import Namespace
 from policies.cost import CostModel
+from policies.price import GpuPrice
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+Objective = Literal["latency", "throughput"]
 
 KV_LAYOUT = "LKTHD-1"
 # Of `kernels.quantized`: codes in that order, then scales.
@@ -60,6 +63,7 @@ class LanguageModel(Protocol):
 class EngineOptions:
     """`run_dir` None: no kvstore. `tenant` is whose sessions and blocks these are where nobody says otherwise.
     `kv_store_dtype` None: blocks are stored as they are; what the engine is given as its HBM must agree.
+    `objective` throughput: a request's plan also counts what its GPU seconds cost the others.
     `profile_dir` None: what it measures is not kept for the next run."""
 
     run_dir: Path | None = None
@@ -72,6 +76,7 @@ class EngineOptions:
     tenant: str = ""
     warm_up: bool = True
     kv_store_dtype: QuantizedDtype | None = None
+    objective: Objective = "latency"
     profile_dir: Path | None = None
 
 
@@ -110,7 +115,8 @@ class Engine:
                 self.counters,
                 self.faults,
             )
-        caching = BlockCaching(self.pool, shape, self.costs, self._movers, self.counters, time.monotonic)
+        price = GpuPrice(1, time.monotonic()) if options.objective == "throughput" else None
+        caching = BlockCaching(self.pool, shape, self.costs, self._movers, self.counters, time.monotonic, price=price)
         self.scheduler = Scheduler(self.pool, shape, caching, options.chunk_tokens, options.max_batch)
         self._runner = Runner(model, pool, self.scheduler, self.costs, self.counters)
         self._consult = Consult(

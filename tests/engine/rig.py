@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.caching import BlockCaching, Shape
+from engine.caching import BlockCaching
 from engine.counters import Counters
 from engine.jobs import FetchJob, StoreJob
 from engine.mover import MoverThreads
@@ -15,6 +15,7 @@ from engine.pool import BlockPool
 from engine.request import Cached, PlanMode, Progress, Request
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.shape import Shape
 from kvstore.core.key import chain_keys
 from kvstore.core.outcome import Outcome, TierKind
 from policies.cost import CostModel
@@ -193,5 +194,5 @@ def threaded(rig: Rig, store: FakeStore, max_jobs: int = 8) -> MoverThreads:
         max_jobs=max_jobs,
         clock=rig.clock,
     )
-    rig.caching._movers = movers
+    rig.caching._movers = rig.caching.planner._movers = movers
     return movers

@@ -17,7 +17,7 @@ from tests.engine.rig import Answer, Rig, threaded
 @contextmanager
 def running(rig: Rig, store: FakeStore, max_jobs: int = 8) -> Iterator[None]:
     rig.clock = time.monotonic  # type: ignore[method-assign]
-    rig.caching._clock = rig.runner._clock = time.monotonic
+    rig.caching._clock = rig.caching.planner._clock = rig.runner._clock = time.monotonic
     movers = threaded(rig, store, max_jobs)
     movers.start()
     rig.runner.start()

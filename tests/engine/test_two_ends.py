@@ -53,7 +53,7 @@ class KnownCosts(CostModel):
 def measured(rig: Rig, token_s: float = 0.1, block_s: float = 0.4, latency_s: float = 0.1) -> KnownCosts:
     """Let the rig know what computing and loading from S3 cost; RAM comes at once."""
     costs = KnownCosts(rig, token_s, block_s, latency_s)
-    rig.costs = rig.caching._costs = rig.caching._loads._costs = costs
+    rig.costs = rig.caching._costs = rig.caching.planner._costs = rig.caching.planner.loads._costs = costs
     return costs
 
 
@@ -113,7 +113,7 @@ def test_the_front_is_computed_while_the_tail_lands_and_they_meet() -> None:
     finished(rig, request, answer)
     assert request.result is not None and request.result.plan == "two_ended"
     assert 36 <= request.result.tokens[S3] <= 44
-    assert not job.num_open and len(rig.caching._loads) == 0
+    assert not job.num_open and len(rig.caching.planner.loads) == 0
 
 
 def test_a_chunk_ends_where_what_has_landed_begins_and_the_next_begins_behind_it() -> None:
@@ -272,7 +272,7 @@ def test_loads_of_two_requests_are_one_observation_of_the_tier() -> None:
         pairs.append((request, answer))
     assert rig.scheduler.next_step() == []
     jobs = [rig.movers.fetches.popleft() for _ in pairs]
-    queues = rig.caching._loads.queues_s()
+    queues = rig.caching.planner.loads.queues_s()
     assert queues[S3] == pytest.approx(0.4, rel=0.1)
     for job in jobs:
         assert job.claim(rig.now)
@@ -397,7 +397,7 @@ def test_random_landings_failures_and_cancels_never_change_an_answer(seed: int) 
             assert (answer.finish, answer.tokens) == ("length", want)
     rig.acknowledge_stores()
     assert rig.pool.num_available == rig.pool.num_pool_blocks, "every hold and reference has come back"
-    assert len(rig.caching._loads) == 0
+    assert len(rig.caching.planner.loads) == 0
 
 
 def _next_wanted(job: FetchJob) -> int | None:
