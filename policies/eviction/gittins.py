@@ -43,7 +43,9 @@ _MAX_PASSED = 2_000
 _TIE = 1e-6
 _NEWEST = 0.5
 _SHORTEST_S = 0.25
+_GAP_OCTAVES = 1.5
 _LEARN_EVERY = 128
+_LEARN_FIRST = 16, 32, 64, 96
 _MAX_TURN = 1_000
 _MAX_SEEN = 32_768
 
@@ -109,14 +111,16 @@ class Gittins:
             if runs.is_shared[run]:
                 runs.gap_s[run] = shared_gap_s = _smooth(now_s - float(runs.used_s[run]), float(runs.gap_s[run]))
                 own = _shared_kind(int(runs.fan[run]), shared_gap_s)
-            elif runs.is_tail[run] and not runs.kids[run]:
-                own = kind + _TAIL * _PLACE_KINDS
-            self._begin(run, own, now_s, turn)
-            if not runs.is_shared[run]:
+            else:
                 runs.gap_s[run] = gap_s or 0.0
+                if runs.is_tail[run] and not runs.kids[run]:
+                    own = kind + _TAIL * _PLACE_KINDS
+            runs.kind[run] = own
         runs.priority[path] = 0
         if len(path) > 1:
             path = runs.join(path, ends, ids)
+        for run in path:
+            self._begin(run, int(runs.kind[run]), now_s, turn)
         self._open = _Request(int(ids[-1]), path, now_s, gap_s, turn, kind)
 
     def on_insert(self, blocks: Sequence[int] | Ids) -> None:
@@ -304,7 +308,7 @@ class Gittins:
             runs.gap_s[tail] = gap_s or 0.0
         self._open = None
         self._num_requests += 1
-        if self._num_requests % _LEARN_EVERY == 0:
+        if self._num_requests % _LEARN_EVERY == 0 or self._num_requests in _LEARN_FIRST:
             self._hazards.learn(self._lives, now_s)
 
     def _goes_on(self, run: int) -> tuple[float | None, int]:
@@ -319,6 +323,7 @@ class Gittins:
         gap_s, turn = float(runs.gap_s[run]) or None, int(runs.turn[run])
         above = runs.parent(run)
         if above != NONE and runs.turn[above] == turn:
+            self._lives.void(int(runs.life[run]))
             runs.join([above, run], [0, int(runs.length[run])], np.array(runs.blocks(run, 1), dtype=np.int32))
         return gap_s, turn
 
@@ -357,7 +362,7 @@ def _smooth(gap_s: float, before_s: float) -> float:
 
 def _kind(num_new: int, gap_s: float | None, turn: int) -> int:
     new = min((num_new + 1).bit_length() - 1, _NEWS - 1)
-    gap = 0 if gap_s is None else min(int(math.log2(max(gap_s, 1.0)) / 1.5) + 1, _GAPS - 1)
+    gap = 0 if gap_s is None else min(int(math.log2(max(gap_s, 1.0)) / _GAP_OCTAVES) + 1, _GAPS - 1)
     return (new * _GAPS + gap) * _TURNS + min(turn - 1 if turn < 3 else turn.bit_length(), _TURNS - 1)
 
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from policies.eviction.lives import MAX_LIVES, Floats, Kinds, Lives
 
-NUM_BINS: Final = 36
-_EDGES_S: Final = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(NUM_BINS - 1) / 2)])
+_PER_OCTAVE: Final = 2
+NUM_BINS: Final = 18 * _PER_OCTAVE
+_EDGES_S: Final = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(NUM_BINS - 1) / _PER_OCTAVE)])
 _WIDTHS_S: Final = np.diff(np.append(_EDGES_S, _EDGES_S[-1] * 1.5))
 # Counts are halved when so many lives have been counted, so that what is learned follows the load.
 _HALVE_AT: Final = 1 << 18
@@ -118,7 +119,7 @@ def _bin(age_s: float) -> int:
     """The same as np.searchsorted(_EDGES_S, age_s, side="right") - 1."""
     if age_s < 0.5:
         return 0
-    bin = min(int(2 * math.log2(age_s) + 3), NUM_BINS - 1)
+    bin = min(int(_PER_OCTAVE * math.log2(2 * age_s)) + 1, NUM_BINS - 1)
     return bin if age_s >= _EDGES_S[bin] else bin - 1
 
 

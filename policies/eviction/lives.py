@@ -44,6 +44,11 @@ class Lives:
         lasted_s = self._lasted[place] = now_s - self._began[place]
         return self._kinds[place], lasted_s
 
+    def void(self, number: int) -> None:
+        """Let a life not count, where that is not too late."""
+        if number >= self.end - MAX_LIVES:
+            self._lasted[number % MAX_LIVES] = -1.0
+
     def set_kind(self, number: int, kind: int) -> None:
         """Correct what a life is, where it is remembered."""
         if number >= self.end - MAX_LIVES:
