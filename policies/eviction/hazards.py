@@ -23,9 +23,11 @@ _EDGES_S: Final = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(NUM_BINS - 1) /
 _WIDTHS_S: Final = np.diff(np.append(_EDGES_S, _EDGES_S[-1] * 1.5))
 # Counts are halved when so many lives have been counted, so that what is learned follows the load.
 _HALVE_AT: Final = 1 << 18
-# So many lives of a coarser class count as evidence for a finer one.
-_LEANS_ON: Final = 25.0
-_LEANS_ON_FACTOR: Final = 5.0
+# So many lives of a coarser class count as evidence for a finer one: for how much more often it is used at all ages
+# together, and for each age. With fewer, a short trace of chats that are all alike (2,400 requests) loses 0.5 points
+# to noise; with more, classes that differ are told apart too late.
+_LEANS_ON_FACTOR: Final = 40.0
+_LEANS_ON: Final = 150.0
 _LEANS_ON_PRIOR: Final = 5.0
 # Before anything was seen: a hazard that falls with age, which is the order of LRU.
 _PRIOR_HAZARD: Final = 0.03
@@ -105,12 +107,12 @@ class Hazards:
         for level in range(1, len(self._shape) + 1):
             finer = tuple(range(level, len(self._shape)))
             uses, chances = ended.sum(axis=finer, keepdims=True), alive.sum(axis=finer, keepdims=True)
+            on_factor, on_age = (_LEANS_ON_FACTOR, _LEANS_ON) if level > 1 else (_LEANS_ON_PRIOR, _LEANS_ON_PRIOR)
             # First how much more often than the coarser class at all ages together, then at each age.
             expected = (chances * hazards).sum(axis=-1, keepdims=True)
-            factor = (uses.sum(axis=-1, keepdims=True) + _LEANS_ON_FACTOR) / (expected + _LEANS_ON_FACTOR)
-            leans_on = _LEANS_ON if level > 1 else _LEANS_ON_PRIOR
+            factor = (uses.sum(axis=-1, keepdims=True) + on_factor) / (expected + on_factor)
             hazards = np.minimum(factor * hazards, _MAX_HAZARD)
-            hazards = (uses + leans_on * hazards) / (chances + leans_on)
+            hazards = (uses + on_age * hazards) / (chances + on_age)
         capped: Floats = np.minimum(hazards.reshape(self._num_classes, NUM_BINS), _MAX_HAZARD)
         return capped
 

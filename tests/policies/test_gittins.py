@@ -79,6 +79,24 @@ def test_a_request_is_of_one_class_but_for_its_tail() -> None:
     assert kinds[4] != kinds[0]
 
 
+def test_a_session_that_returns_again_and_again_leaves_no_life_without_an_end() -> None:
+    """Runs that were joined once left one each, and all that is old looked dead."""
+    tree = gittins_tree()
+    blocks: list[int] = []
+    for turn in range(20):
+        tree.now_s = 10.0 * turn
+        if blocks:
+            tree.policy.on_access(blocks)
+        new = [3 * turn, 3 * turn + 1]
+        tree.insert(new, blocks[-1] if blocks else -1)
+        blocks += new
+    policy = tree.policy
+    assert isinstance(policy, Gittins)
+    lives = policy._lives
+    still_alive = (lives.lasted_s[: lives.end] == float("inf")).sum()
+    assert still_alive <= len({int(run) for run in policy._runs.at[blocks]})
+
+
 def test_blocks_that_come_one_by_one_are_one_request() -> None:
     tree = gittins_tree()
     for block in range(1, 6):

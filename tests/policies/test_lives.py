@@ -21,3 +21,11 @@ def test_the_oldest_lives_are_forgotten() -> None:
     assert lives.finish(first, 1e6) is None
     assert lives.finish(first + 1, 2.0) == (2, 1.0)
     assert set(lives.kinds.tolist()) == {2}
+
+
+def test_a_life_that_is_void_neither_ends_nor_counts() -> None:
+    lives = Lives()
+    number = lives.begin(4, 3.0)
+    lives.void(number)
+    assert lives.finish(number, 10.0) is None
+    assert lives.lasted_s[number] < 0
