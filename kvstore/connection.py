@@ -117,7 +117,7 @@ class Connection:
             made.connect(self._address)
         except OSError:  # also where so many wait to be accepted that it would take time
             made.close()
-            raise TierUnavailable(f"the daemon in {self._run_dir} takes no connection now") from None
+            raise TierUnavailable(f"the daemon in {self._run_dir} is starting, stopping or too busy") from None
         self._socket = made
         self._inbox = Inbox(wire.MAX_REPLY_BYTES)
         self._readable = select.poll()

@@ -1,18 +1,20 @@
-"""What the machine itself can do: memcpy, one plain file, 64 bytes to another process and back over a unix socket.
+"""What the machine itself can do: memcpy, one plain file, 64 bytes over a unix socket and back, hashing a prompt.
 
 The file is preallocated, written in durable batches and read cold, as in `kvstore bench tiers`, whose code this uses;
 of two ways to do it the faster one counts, so both stand here as contenders of their own.
 """
 
+import hashlib
 import os
 import socket
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from worker import Buffers, Task, check, end_with_parent, serve, shuffled
+from worker import Buffers, Task, check, end_with_parent, prompt, serve, shuffled
 
 from kvstore.bench.files import PlainFile, drop_cache
 from kvstore.bench.memory import memcpy
@@ -37,8 +39,9 @@ class Ceiling:
         self.ops: dict[str, Callable[[int], float]] = {"durable_write": self._write, "cold_read": self._read}
         if not direct:
             copies = ("core_store", "core_fetch", "daemon_store", "daemon_fetch", "paged_store", "paged_fetch")
-            self.ops |= dict.fromkeys(copies, self._memcpy) | {"ping": self._ping}
+            self.ops |= dict.fromkeys(copies, self._memcpy) | {"lookup": self._lookup, "ping": self._ping}
             self._socket = _echo()
+            self._tokens = array("I", prompt(task.lookup_tokens))
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -55,6 +58,15 @@ class Ceiling:
         started = time.perf_counter()
         self._socket.send(_MESSAGE)
         self._socket.recv(len(_MESSAGE))
+        return time.perf_counter() - started
+
+    def _lookup(self, number: int) -> float:
+        """The hashes of the prompt's blocks, each over the one before it, and one round trip."""
+        started = time.perf_counter()
+        view, stride, key = memoryview(self._tokens).cast("B"), 4 * self._task.block_tokens, b""
+        for start in range(0, len(view), stride):
+            key = hashlib.sha256(key + view[start : start + stride]).digest()
+        self._ping(number)
         return time.perf_counter() - started
 
     def _write(self, _: int) -> float:
