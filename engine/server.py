@@ -192,7 +192,7 @@ def main(
                     tenant=tenant,
                     kv_store_dtype=_store_dtype(kv_store_dtype),
                     objective=_objective(objective),
-                    profile_dir=profile_dir if profile_dir is not None else default_profile_dir(),
+                    profile_dir=_profile_dir(profile_dir),
                 ),
                 model=model,
                 cache_dir=cache_dir if cache_dir is not None else default_cache_dir(),
@@ -208,6 +208,14 @@ def main(
     except ConfigError as error:
         typer.echo(f"engine: {error}", err=True)
         sys.exit(_EXIT_CONFIG)
+
+
+def _profile_dir(folder: Path | None) -> Path | None:
+    try:
+        return folder if folder is not None else default_profile_dir()
+    except RuntimeError:
+        # A user without a home, as in some containers.
+        return None
 
 
 def _store_dtype(name: str) -> QuantizedDtype | None:

@@ -137,7 +137,7 @@ class CostModel:
     # ------------------------------------------------------------ learning
 
     def observe_step(self, work: StepWork, seconds: float) -> None:
-        if seconds <= 0 or (work.prefill_tokens == 0 and work.num_decodes == 0):
+        if not 0 < seconds < math.inf or (work.prefill_tokens == 0 and work.num_decodes == 0):
             return
         row = (1.0, work.prefill_tokens, work.prefill_work, work.num_decodes)
         self._steps.observe(row, seconds, seconds, self._clock(), kind=0 if work.prefill_tokens else 1)
@@ -148,7 +148,7 @@ class CostModel:
         `least_s`: where others were in front or between, so that it would have taken less alone, what it would have
         taken at least. Anything between the two is taken for equally likely.
         """
-        if seconds > 0 and num_bytes > 0:
+        if 0 < seconds < math.inf and num_bytes > 0:
             least_s = seconds if least_s is None else min(max(least_s, _LEAST_SHARE * seconds), seconds)
             self._loads[tier].observe(num_bytes, least_s, seconds)
 

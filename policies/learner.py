@@ -77,7 +77,12 @@ class Learner:
         if not len(samples):
             self._fitted = unmeasured(self.prior)
             return
-        self._fitted = fit(samples[:, :_LEAST], samples[:, _LEAST], samples[:, _MOST], self.prior)
+        try:
+            fitted = fit(samples[:, :_LEAST], samples[:, _LEAST], samples[:, _MOST], self.prior)
+        except np.linalg.LinAlgError:
+            # Nothing is known to bring this about; whoever computes must not stop because of it.
+            return
+        self._fitted = fitted
         if self._seen - self._settled_at >= _SETTLE_EVERY:
             self._settled_at = self._seen
             far = self._may_be_far

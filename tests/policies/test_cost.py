@@ -93,7 +93,9 @@ def test_a_tier_that_was_slow_gets_another_chance() -> None:
 
 def test_impossible_observations_are_ignored() -> None:
     costs = CostModel(256, Clock())
-    costs.observe_step(StepWork.of([(300, 0)], 0), 0.0)
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        costs.observe_step(StepWork.of([(300, 0)], 0), seconds)
+        costs.observe_load(TierKind.RAM, 1, seconds)
     costs.observe_step(StepWork.of([], 0), 1.0)
     costs.observe_load(TierKind.RAM, 0, 1.0)
     assert not costs.prefill_known
@@ -103,9 +105,9 @@ def test_impossible_observations_are_ignored() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 2000), st.integers(0, 8000), st.integers(0, 8), st.floats(1e-4, 100)),
+        st.tuples(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(0, 500), st.floats(1e-7, 1e5)),
         min_size=1,
-        max_size=30,
+        max_size=60,
     )
 )
 def test_whatever_is_observed_no_cost_is_negative(steps: list[tuple[int, int, int, float]]) -> None:
@@ -220,3 +222,22 @@ def test_loads_that_others_may_have_held_up_move_nothing_within_their_bounds() -
         seconds = alone_s + others_s * draw.random()
         costs.observe_load(TierKind.S3, num_bytes, seconds, least_s=seconds - others_s)
     assert costs.load_coefficients(TierKind.S3) == pytest.approx((0.05, 1e-8), rel=0.05)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10**13), st.floats(1e-7, 1e5), st.floats(0, 1), st.floats(0, 300)),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_whatever_is_loaded_the_next_load_has_a_price(loads: list[tuple[int, float, float, float]]) -> None:
+    clock = Clock()
+    costs = CostModel(256, clock)
+    for num_bytes, seconds, share, pause_s in loads:
+        clock.now += pause_s
+        costs.observe_load(TierKind.S3, num_bytes, seconds, least_s=share * seconds)
+        price_s = costs.load({TierKind.S3: 1 << 20})
+        assert 0 < price_s < float("inf")
+        assert costs.load_spread(TierKind.S3, 1 << 20) >= 0
