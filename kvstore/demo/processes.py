@@ -64,7 +64,9 @@ class EngineProcess:
         """Return once it serves. Raises TierUnavailable where it ends instead."""
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._process = _start(["engine.server", "--port", str(port), *self.arguments], self.log, os.environ)
+        # What engines of other runs measured here, over other links, would decide its first plans.
+        options = ["--port", str(port), "--profile-dir", str(self.log.with_suffix(".costs"))]
+        self._process = _start(["engine.server", *options, *self.arguments], self.log, os.environ)
         _wait(self._process, self._is_ready, self.log)
 
     def kill(self) -> None:
