@@ -36,6 +36,7 @@ class _Part:
     positions: list[int]
     arrival: Arrival
     num_coming: int
+    num_settled: int = 0
     head_settled: int = 0
     tail_settled: int = 0
 
@@ -115,6 +116,11 @@ class Load:
         part = self._parts.get(tier)
         return 0 if part is None else part.num_coming
 
+    def num_unsettled(self, tier: TierKind) -> int:
+        """Return of how many blocks that were asked for nothing was heard."""
+        part = self._parts[tier]
+        return len(part.positions) - part.num_settled
+
     def num_expected(self, tier: TierKind) -> int:
         """Return how many of them are to land, and not to be computed before."""
         part = self._parts.get(tier)
@@ -139,6 +145,7 @@ class Load:
                 continue
             part = self._parts[self._tiers[offset]]
             part.num_coming -= 1
+            part.num_settled += 1
             self._settle(part, block, 1)
             if landing.outcome is not Outcome.OK:
                 self._states[offset] = _FAILED

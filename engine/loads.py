@@ -1,7 +1,8 @@
 """All loads that are under way: what they teach about the tiers, what stands in front of the next one, how each ends.
 
 Loads of several requests share a tier, so what one of them sees is not what the tier can do. A tier is busy from when
-the first block is asked of it until nothing more is to come; the whole of such a time is one observation.
+the first block is asked of it until nothing more is to come; the whole of such a time is one observation. What is taken
+back while it is read comes all the same, and stands in front of the next load.
 
 Not thread-safe: the step loop owns it.
 """
@@ -14,14 +15,19 @@ from engine.jobs import FetchJob
 from engine.loading import Load
 from engine.pool import BlockPool
 from kvstore.core.outcome import TierKind
+from policies.arrival import BURST_BLOCKS
 from policies.cost import CostModel
+
+# So many reads of a tier the daemon's worker has taken on at once; it does not take them back.
+_READS_BEGUN = 2 * BURST_BLOCKS
 
 
 @dataclass(slots=True)
 class _Busy:
-    """A time in which a tier was busy for us; it began with `job`."""
+    """A time in which a tier was busy for us; it began with `job`, behind `queue_s` of what had been taken back."""
 
     job: FetchJob
+    queue_s: float
     landed_blocks: int = 0
     last_at_s: float = 0.0
 
@@ -39,6 +45,8 @@ class Loads:
         self._clock = clock
         self._loads: dict[str, Load] = {}
         self._busy: dict[TierKind, _Busy] = {}
+        # Until when a tier is still reading what nobody waits for any more.
+        self._rests_at_s: dict[TierKind, float] = {}
         # Pool blocks that a mover is still writing though their request has no use for them any more.
         self._held: dict[int, list[int]] = {}
 
@@ -51,12 +59,12 @@ class Loads:
     def begin(self, request_id: str, load: Load) -> None:
         self._loads[request_id] = load
         for tier in load.tiers:
-            self._busy.setdefault(tier, _Busy(load.job))
+            self._busy.setdefault(tier, _Busy(load.job, self._leftover_s(tier)))
 
     def take_in(self, load: Load) -> None:
         """Note what has landed since the last call."""
         for tier, at_s in load.take_in():
-            busy = self._busy.setdefault(tier, _Busy(load.job))
+            busy = self._busy.setdefault(tier, _Busy(load.job, 0.0))
             busy.landed_blocks += 1
             busy.last_at_s = max(busy.last_at_s, at_s)
         for tier in load.tiers:
@@ -76,6 +84,7 @@ class Loads:
             self._held[id(load.job)] = writing
         now = self._clock()
         for tier in load.tiers:
+            self._leave(load, tier, now)
             if load.num_coming(tier):
                 self._learn(tier)
                 if load.is_silent(tier, now):
@@ -93,7 +102,7 @@ class Loads:
 
     def queues_s(self) -> Mapping[TierKind, float]:
         """Return how long each tier will be busy with what is asked of it already, as far as we know."""
-        queues: dict[TierKind, float] = {}
+        queues = {tier: self._leftover_s(tier) for tier in self._rests_at_s}
         for load in self._loads.values():
             for tier in load.tiers:
                 if count := load.num_expected(tier):
@@ -112,4 +121,14 @@ class Loads:
         busy = self._busy.pop(tier, None)
         if busy is not None and busy.landed_blocks and busy.job.began_s is not None:
             num_bytes = busy.landed_blocks * self._block_bytes
-            self._costs.observe_load(tier, num_bytes, busy.last_at_s - busy.job.began_s)
+            seconds = busy.last_at_s - busy.job.began_s
+            self._costs.observe_load(tier, num_bytes, seconds, least_s=seconds - busy.queue_s)
+
+    def _leave(self, load: Load, tier: TierKind, now: float) -> None:
+        """Remember what the tier is still reading of a load that has ended."""
+        if tier is not TierKind.RAM and load.job.began_s is not None:
+            left = min(load.num_unsettled(tier), _READS_BEGUN)
+            self._rests_at_s[tier] = now + self._leftover_s(tier) + left * load.arrival(tier).per_block_s
+
+    def _leftover_s(self, tier: TierKind) -> float:
+        return max(0.0, self._rests_at_s.get(tier, 0.0) - self._clock())

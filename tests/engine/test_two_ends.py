@@ -46,7 +46,7 @@ class KnownCosts(CostModel):
     def load_cost(self, tier: TierKind) -> LoadCost:
         return self._loads_s[tier]
 
-    def observe_load(self, tier: TierKind, num_bytes: int, seconds: float) -> None:
+    def observe_load(self, tier: TierKind, num_bytes: int, seconds: float, least_s: float | None = None) -> None:
         self.seen.append((tier, num_bytes, seconds))
 
 
@@ -285,6 +285,18 @@ def test_loads_of_two_requests_are_one_observation_of_the_tier() -> None:
     rig.run()
     assert [(tier, count) for tier, count, _ in costs.seen] == [(S3, 40 * 32)]
     assert costs.seen[0][2] == pytest.approx(0.4, rel=0.01)
+
+
+def test_what_was_taken_back_while_it_is_read_stands_in_front_of_the_next_load() -> None:
+    rig = rig_of(60, block_s=0.3, latency_s=0.0)
+    request, answer, job = begun(rig, *[S3] * NUM_BLOCKS)
+    assert job.claim(rig.now)
+    finished(rig, request, answer)
+    rig.end(job)
+    leftover_s = rig.caching.planner.loads.queues_s()[S3]
+    assert leftover_s > 0.0
+    rig.now += leftover_s
+    assert rig.caching.planner.loads.queues_s()[S3] == pytest.approx(0.0)
 
 
 def test_preempted_in_the_middle_of_a_load_it_begins_anew_and_answers_right() -> None:
