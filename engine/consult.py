@@ -352,8 +352,14 @@ class Consult:
                 saved_prefill_s=served.saved_prefill_s,
                 tenant=turn.ask.tenant,
                 decision=decision,
+                output_tokens=len(request.output),
+                last_block=self._last_looked_up(request),
             )
         )
+
+    def _last_looked_up(self, request: Request) -> bytes:
+        usable = (len(request.prompt) - 1) // self._namespace.block_tokens
+        return bytes(request.keys[usable - 1]) if usable else b""
 
     def _tell_faults(self, client: KVClient) -> None:
         now = self._faults.snapshot()

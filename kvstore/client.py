@@ -297,8 +297,10 @@ class Client:
         self._ask(wire.Ping(), wire.Pong, None)
         return time.perf_counter() - started
 
-    def evict(self, tiers: list[str], drop: bool = False, deadline_s: float = 60.0) -> wire.Evicted:
-        return self._ask(wire.Evict(tiers, drop), wire.Evicted, deadline_s)
+    def evict(
+        self, tiers: list[str], drop: bool = False, deadline_s: float = 60.0, session_id: str = ""
+    ) -> wire.Evicted:
+        return self._ask(wire.Evict(tiers, drop, session_id), wire.Evicted, deadline_s)
 
     def verify(
         self, tiers: Sequence[str] = (), repair: bool = False, drop_wrong_key: bool = False

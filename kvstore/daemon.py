@@ -28,9 +28,11 @@ from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.http_process import HttpProcess
 from kvstore.process import go_first, keep_pauses_short
+from kvstore.record_file import RecordFile
 from kvstore.region_file import create_region
 from kvstore.store.engines import Engine, EngineTable
 from kvstore.store.link import WorkerLink
+from kvstore.store.recording import Recording
 from kvstore.store.store import Store
 from kvstore.wire import ErrorCode, Header
 from kvstore.worker.main import WorkerSettings
@@ -48,7 +50,7 @@ _STORE_WINDOW_BYTES = 64 << 20
 _SSD_STORE_WINDOW_OPS = 4096
 
 
-def run(config: Config) -> int:
+def run(config: Config, record: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status. Raises ConfigError where it cannot start."""
     logging.basicConfig(
         level=config.daemon.log_level.upper(),
@@ -67,7 +69,7 @@ def run(config: Config) -> int:
             region = create_region(config.ram, run_dir, epoch)
             stack.callback(region.close)
             stack.callback(region.unlink)
-            Daemon(config, run_dir, epoch, region).run()
+            Daemon(config, run_dir, epoch, region, record).run()
     finally:
         os.close(lock_descriptor)
     return 0
@@ -76,7 +78,7 @@ def run(config: Config) -> int:
 class Daemon:
     """One boot of the daemon. Everything in it belongs to the thread that calls `run`."""
 
-    def __init__(self, config: Config, run_dir: Path, epoch: int, region: Region) -> None:
+    def __init__(self, config: Config, run_dir: Path, epoch: int, region: Region, record: Path | None = None) -> None:
         self._config = config
         self._run_dir = run_dir
         self._epoch = epoch
@@ -84,6 +86,10 @@ class Daemon:
         self._links = {kind: self._link(kind, region) for kind in _slow_tiers(config)}
         self._engines = EngineTable(run_dir)
         self._store = Store(config, epoch, RamTier(region), self._links, self._engines)
+        self._record = None if record is None else RecordFile(record)
+        if self._record is not None:
+            self._store.recording = Recording(self._record.write, time.monotonic)
+            self._record.on_full = self._store.recording.file_is_full
         self._http = HttpProcess(config, run_dir) if config.http.enabled else None
         self._epoll = select.epoll()
         self._control = ControlSocket(run_dir / SOCKET_NAME, self._epoll, self._store.count_error)
@@ -145,6 +151,9 @@ class Daemon:
             link.request_stop()
         if self._http is not None:
             self._http.stop()
+        if self._record is not None and self._store.recording is not None:
+            self._store.recording.close()
+            self._record.close()
         deadline = time.monotonic() + _STOP_DEADLINE_S
         for link in self._links.values():
             link.join(deadline - time.monotonic())

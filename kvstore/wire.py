@@ -271,7 +271,8 @@ class Hint(Message, frozen=True, tag=True):
 class Report(Message, frozen=True, tag=True):
     """One finished request, for the statistics. Token counts partition the prompt; `hbm`, `ram`, `ssd`, `s3` were
     served from there. `miss` counts recomputed tokens by reason. Seconds as measured by the engine. `decision` is None
-    where nobody wrote it down; whose request it was is `tenant`."""
+    where nobody wrote it down; whose request it was is `tenant`. `last_block` is the key that ended its lookup (b"":
+    there was none), by which a recording of the load finds the prompt."""
 
     request_id: str
     prompt_tokens: int
@@ -286,6 +287,8 @@ class Report(Message, frozen=True, tag=True):
     saved_prefill_s: float = 0.0
     tenant: str = ""
     decision: Decision | None = None
+    output_tokens: int = 0
+    last_block: bytes = b""
 
 
 class Observe(Message, frozen=True, tag=True):
@@ -470,10 +473,12 @@ class SessionDeleted(Message, frozen=True, tag=True):
 
 
 class Evict(Message, frozen=True, tag=True):
-    """Empty these tiers ("ram", "ssd", "s3"); blocks with no copy elsewhere are kept unless `drop`."""
+    """Empty these tiers ("ram", "ssd", "s3"); blocks with no copy elsewhere are kept unless `drop`. With `session_id`
+    only of that session's blocks."""
 
     tiers: list[str]
     drop: bool = False
+    session_id: str = ""
 
 
 class Evicted(Message, frozen=True, tag=True):

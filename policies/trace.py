@@ -123,5 +123,10 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
     """Write the requests in the same format, timestamps in whole milliseconds."""
     with path.open("wb") as file:
         for request in requests:
-            line = _Line(round(request.arrival_s * 1e3), request.prompt_tokens, request.output_tokens, request.hash_ids)
-            file.write(msgspec.json.encode(line) + b"\n")
+            file.write(line_of(request))
+
+
+def line_of(request: TraceRequest) -> bytes:
+    """Return the request's line, with its end."""
+    line = _Line(round(request.arrival_s * 1e3), request.prompt_tokens, request.output_tokens, request.hash_ids)
+    return msgspec.json.encode(line) + b"\n"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvstore.bench.settings import PARTS, BenchSettings, Sizes
-from kvstore.commands import benchplan
+from kvstore.commands import benchplan, benchreturn
 from kvstore.commands.common import ConfigOption, JsonOption, print_json, print_table
 from kvstore.core.errors import KVStoreError, TierUnavailable
 from kvstore.core.units import parse_size
@@ -20,6 +20,7 @@ from kvstore.settings import load
 EXAMPLE: Final = "Example: kvstore bench tiers --only ram,ssd --block-bytes 2MiB --blocks 64"
 app = typer.Typer(help="Measure this machine, and what kvstore makes of it.", epilog=EXAMPLE, no_args_is_help=True)
 app.command(epilog=benchplan.EXAMPLE)(benchplan.plan)
+app.command("return", epilog=benchreturn.EXAMPLE)(benchreturn.bench_return)
 _DEFAULT_SIZES: Final = (("2MiB", 64), ("32MiB", 8))
 _DEFAULT_BLOCKS: Final = 64
 

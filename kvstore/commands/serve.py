@@ -19,6 +19,12 @@ def serve(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the effective settings as TOML, say where each is from, stop.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="FILE", help="Write a trace of the load for 'kvstore replay': lengths and times only."
+        ),
+    ] = None,
 ) -> None:
     """Run the daemon.
 
@@ -35,7 +41,7 @@ def serve(
     # Only here: the other commands start faster without it.
     from kvstore.daemon import run
 
-    raise typer.Exit(run(loaded.config))
+    raise typer.Exit(run(loaded.config, record))
 
 
 def _as_toml(loaded: Loaded) -> str:

@@ -18,7 +18,16 @@ from kvstore.wire import ErrorCode, Evict, Evicted
 class Eviction:
     """One order; answered once the slow tiers have carried it out."""
 
-    def __init__(self, catalog: Catalog, room: Room, order: Evict, in_use: Collection[int], reply: Reply) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        room: Room,
+        order: Evict,
+        in_use: Collection[int],
+        reply: Reply,
+        only: Collection[int] | None = None,
+    ) -> None:
+        """`only`: these blocks, as far as the order says."""
         self._reply = reply
         self._tiers = [tier for tier in STORED_TIERS if tier.label in order.tiers]
         self._freed = {tier.label: 0 for tier in self._tiers}
@@ -27,7 +36,7 @@ class Eviction:
         emptied = sum(tier_bit(tier) for tier in self._tiers)
         victims: dict[TierKind, list[int]] = {}
         for tier in self._tiers:
-            residents = catalog.blocks_resident(tier)
+            residents = [block for block in catalog.blocks_resident(tier) if only is None or block in only]
             may_go = [block for block in residents if not catalog.pinned(block) and block not in in_use]
             if not order.drop:
                 may_go = [block for block in may_go if catalog.residency(block) & ~emptied]

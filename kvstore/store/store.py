@@ -34,6 +34,7 @@ from kvstore.store.lease import MAX_LEASES, LeaseTable
 from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
 from kvstore.store.prefetch import Prefetch
+from kvstore.store.recording import Recording
 from kvstore.store.review import Review
 from kvstore.store.room import Room
 from kvstore.store.session import SessionTable
@@ -118,6 +119,7 @@ class Store:
             self._demoters[tier] = Demoter(
                 tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, existing, stored
             )
+        self.recording: Recording | None = None
         self._admitting = make_admitting(catalog, config, links, clock)
         self._room.on_evicted = self._evicted
         self._session_table = SessionTable(
@@ -273,8 +275,12 @@ class Store:
     def lookup(self, engine: Engine, request: wire.Lookup) -> wire.Found:
         keys = _checked_keys(request.keys)
         tiers, stopped = self._catalog.lookup(keys, engine.namespace)
-        for admitting in self._admitting.values():
-            admitting.asked(keys, len(tiers))
+        info = self._catalog.namespaces[engine.namespace]
+        if keys != info.root:  # else an engine only looks whether we are here
+            for admitting in self._admitting.values():
+                admitting.asked(keys, len(tiers))
+            if self.recording is not None:
+                self.recording.asked(engine.incarnation, info.block_tokens, keys)
         if stopped != Outcome.MISS:
             return wire.Found(tiers, stopped)
         start = len(tiers) * KEY_BYTES
@@ -347,6 +353,8 @@ class Store:
             self._requests.add(request)
         except ValueError as error:
             raise ProtocolError(ErrorCode.BAD_REQUEST, str(error)) from None
+        if self.recording is not None:
+            self.recording.reported(engine.incarnation, request)
         self.decisions.add(request, self._catalog.namespaces[engine.namespace].label)
 
     def count_error(self, kind: str) -> None:
@@ -368,7 +376,10 @@ class Store:
 
     def evict(self, request: wire.Evict, reply: Reply) -> None:
         check_order(request, self._links)
-        Eviction(self._catalog, self._room, request, self.sessions.doomed, reply)
+        only = None
+        if request.session_id:
+            only = set(self._session_table.find(request.session_id, "", b"").blocks.tolist())
+        Eviction(self._catalog, self._room, request, self.sessions.doomed, reply, only)
 
     def verify(self, request: wire.Verify | wire.VerifyStatus | wire.VerifyCancel) -> wire.VerifyReport:
         """As the messages say. Raises ProtocolError."""

@@ -44,6 +44,7 @@ COMMANDS = [
     ["demo"],
     ["bench", "tiers"],
     ["bench", "plan"],
+    ["bench", "return"],
     ["version"],
 ]
 

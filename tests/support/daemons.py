@@ -43,6 +43,7 @@ class DaemonProcess:
         self.run_dir = folder / "run"
         self.ssd_dir = folder / "ssd"
         self.log = folder / "daemon.log"
+        self.arguments: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._shm = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
         chosen: dict[str, object] = {
@@ -70,7 +71,7 @@ class DaemonProcess:
         """Start the process and return at once."""
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", "from kvstore.cli import main; main()", "serve"],
+                [sys.executable, "-c", "from kvstore.cli import main; main()", "serve", *self.arguments],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,0 +1,36 @@
+"""`kvstore bench return` as a whole on a tiny model: real processes, a real S3 server, users who pause."""
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.bench.returns import ReturnSettings, run
+from tests.engine.tiny import llama, write_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = llama()
+    config.max_position_embeddings = 2048
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny", config)
+
+
+@pytest.mark.slow
+def test_sessions_in_the_bucket_are_in_ram_before_their_users_return(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    report = run(
+        ReturnSettings(
+            tmp_path / "bench",
+            num_users=2,
+            turns=1,
+            pauses_s=(7.0, 9.0),
+            text_chars=400,
+            ram_size="16MiB",
+            engine_arguments=("--model", str(model), "--hbm-bytes", "16MiB"),
+        ),
+        lambda text: None,
+    )
+    assert report["predicted"]["turns"] == report["announced"]["turns"] == 2
+    assert report["ready_share"] == report["announced"]["ready_share"] == 1.0, report
+    assert report["is_within_budget"]
+    assert report["prefetch"]["useful_blocks"] > 0
