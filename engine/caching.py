@@ -79,6 +79,7 @@ class BlockCaching:
     def _begin_account(self, request: Request, resident: int, usable: int) -> None:
         stride = self._shape.block_tokens
         request.served = {TierKind.HBM: resident * stride}
+        request.recomputed_though_cached = 0
         known = max(resident, min(len(request.cached.tiers), usable))
         why = request.cached.why
         if request.plan == "recompute":
@@ -136,6 +137,7 @@ class BlockCaching:
             prompt_tokens=prompt,
             tokens=dict(request.served),
             recomputed=prompt - served,
+            recomputed_though_cached=request.recomputed_though_cached,
             miss={why: count for why, count in request.miss.items() if count},
             plan=request.plan_made,
             ttft_s=now - request.arrival_s,

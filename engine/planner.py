@@ -90,7 +90,8 @@ class Planner:
             recompute_s = front.gpu_s + alone_s if self._costs.prefill_known else None
             self._begin_load(request, resident, plan, recompute_s, price)
         else:
-            request.count_miss("plan", len(tiers) * shape.block_tokens)
+            request.recomputed_though_cached = len(tiers) * shape.block_tokens
+            request.count_miss("plan", request.recomputed_though_cached)
 
     def _decided(self, request: Request, question: Question, plan: Plan | None) -> None:
         """Write the choice down; not again where a request that was preempted comes back after its first token."""
@@ -245,6 +246,7 @@ class Planner:
         stride = self._shape.block_tokens
         for tier, count in load.served.items():
             request.served[tier] = request.served.get(tier, 0) + count * stride
+        request.recomputed_though_cached = sum(load.computed.values()) * stride
         for why, count in load.computed.items():
             request.count_miss(why, count * stride)
         gone_from = load.gone_from()

@@ -23,6 +23,7 @@ def account(request: Request, saved: Saved | None, asked_id: str) -> dict[str, A
         "prompt_tokens": served.prompt_tokens,
         "served_tokens": {tier.label: served.tokens.get(tier, 0) for tier in TierKind},
         "recomputed_tokens": served.recomputed,
+        "recomputed_though_cached_tokens": served.recomputed_though_cached,
         "miss": served.miss,
         "plan": served.plan,
         "ttft_s": served.ttft_s,

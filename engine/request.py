@@ -64,12 +64,13 @@ class Cached:
 class Served:
     """How the prompt's KV came to be; counts are tokens and, with `recomputed`, add up to the prompt.
 
-    `miss` divides `recomputed` by reason; seconds are as measured, `saved_prefill_s` as predicted.
+    `recomputed_though_cached`: of the recomputed ones those that kvstore was said to have. `miss` divides `recomputed` by reason; seconds are as measured, `saved_prefill_s` as predicted.
     """
 
     prompt_tokens: int
     tokens: dict[TierKind, int]
     recomputed: int
+    recomputed_though_cached: int
     miss: dict[str, int]
     plan: str
     ttft_s: float
@@ -122,6 +123,7 @@ class Request:
     served: dict[TierKind, int] = field(default_factory=dict)
     miss: dict[str, int] = field(default_factory=dict)
     plan_made: str = ""
+    recomputed_though_cached: int = 0
     # The choice of the newest admission before the first token, and what has come of it so far.
     decision: Decision | None = None
     course: Course | None = None

@@ -358,7 +358,9 @@ def test_a_finished_request_is_reported_unless_it_only_measured(desk: Desk, stor
     for plan in ("auto", "recompute"):
         turn = desk.open("hi", session_id="s", plan=plan)
         assert turn.request is not None
-        turn.request.result = Served(20, {TierKind.HBM: 4, TierKind.S3: 8}, 8, {"partial_block": 8}, "fetch", 0.2, 1.0)
+        turn.request.result = Served(
+            20, {TierKind.HBM: 4, TierKind.S3: 8}, 8, 0, {"partial_block": 8}, "fetch", 0.2, 1.0
+        )
         desk.close(turn)
     desk.consult.stop()
     (report,) = store.reports

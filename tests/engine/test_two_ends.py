@@ -113,6 +113,7 @@ def test_the_front_is_computed_while_the_tail_lands_and_they_meet() -> None:
     finished(rig, request, answer)
     assert request.result is not None and request.result.plan == "two_ended"
     assert 36 <= request.result.tokens[S3] <= 44
+    assert request.result.recomputed_though_cached == NUM_BLOCKS * 4 - request.result.tokens[S3]
     assert not job.num_open and len(rig.caching.planner.loads) == 0
 
 
