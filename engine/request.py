@@ -64,7 +64,8 @@ class Cached:
 class Served:
     """How the prompt's KV came to be; counts are tokens and, with `recomputed`, add up to the prompt.
 
-    `recomputed_though_cached`: of the recomputed ones those that kvstore was said to have. `miss` divides `recomputed` by reason; seconds are as measured, `saved_prefill_s` as predicted.
+    `recomputed_though_cached` are those of the recomputed ones that kvstore was said to have. `miss` divides
+    `recomputed` by reason; seconds are as measured, `saved_prefill_s` as predicted.
     """
 
     prompt_tokens: int
