@@ -416,4 +416,6 @@ def test_a_host_that_others_can_reach_needs_keys(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--kv-store-dtype", "int4"])
     assert result.exit_code == 2
     assert "--kv-store-dtype: 'int4' is not one of auto, int8, fp8" in result.output
+    result = CliRunner().invoke(command, ["--objective", "speed"])
+    assert "--objective is 'speed'; known are latency, throughput" in result.output
     assert "Example:" in CliRunner().invoke(command, ["--help"]).output

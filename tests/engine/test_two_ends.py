@@ -10,6 +10,7 @@ from engine.jobs import FetchJob, Fill
 from engine.request import Cached, PlanMode, Request, RequestState
 from kvstore.core.outcome import Outcome, TierKind
 from policies.cost import CostModel, LoadCost, PrefillCost
+from policies.price import GpuPrice
 from tests.engine.fakes import continuation
 from tests.engine.rig import Answer, Rig
 
@@ -286,6 +287,30 @@ def test_loads_of_two_requests_are_one_observation_of_the_tier() -> None:
     rig.run()
     assert [(tier, count) for tier, count, _ in costs.seen] == [(S3, 40 * 32)]
     assert costs.seen[0][2] == pytest.approx(0.4, rel=0.01)
+
+
+def test_with_a_price_on_gpu_seconds_less_is_computed() -> None:
+    computed: dict[str, int] = {}
+    for objective in ("latency", "throughput"):
+        rig = rig_of(block_s=0.4, latency_s=0.0)
+        if objective == "throughput":
+            rig.caching.planner._price = price = GpuPrice(1, rig.now - 100.0)
+            for second in range(100):
+                price.arrived(rig.now - 100.0 + second)
+                price.computed(0.6, rig.now - 100.0 + second)
+        request, answer, job = begun(rig, *[S3] * NUM_BLOCKS)
+        rig.land(request, job, range(10, NUM_BLOCKS), S3)
+        rig.now += 4.0
+        for block in range(9, -1, -1):
+            index = job.keys.index(request.keys[block])
+            if job.state(index) is Fill.WANTED:
+                rig.land(request, job, [block], S3)
+        rig.end(job)
+        finished(rig, request, answer)
+        assert request.result is not None and request.decision is not None
+        assert request.decision.why == objective
+        computed[objective] = request.result.recomputed
+    assert computed["throughput"] < computed["latency"]
 
 
 def test_what_was_taken_back_while_it_is_read_stands_in_front_of_the_next_load() -> None:
