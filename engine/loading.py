@@ -74,7 +74,7 @@ class Load:
         self.look_again_s: float | None = None
         self.served: dict[TierKind, int] = {}
         self.computed: dict[str, int] = {}
-        # Blocks that were asked for and computed all the same, as nothing else came of them.
+        # Blocks that were to be loaded, and that computing reached first.
         self.num_abandoned = 0
         # Of computed blocks, [start, end) each.
         self.runs: list[tuple[int, int]] = []
@@ -82,6 +82,8 @@ class Load:
         self._gpu_price = gpu_price
         self._give_up_at_s = give_up_at_s
         self._head_end = first + plan.start
+        # What lies behind is computed in any case: of a prefix cut only the head was asked for.
+        self._asked_end = self._head_end if plan.is_cut else self.cached
         self._there_from = self.cached
         self._is_late = False
         self._tiers = list(tiers)
@@ -142,6 +144,9 @@ class Load:
             block, source = self._blocks[landing.index], landing.source
             offset = block - self.first
             if self._states[offset] != _COMING:
+                if landing.outcome is not Outcome.OK:
+                    # It was taken back the moment it failed.
+                    self._failures.setdefault(block, landing.outcome.label)
                 continue
             part = self._parts[self._tiers[offset]]
             part.num_coming -= 1
@@ -210,7 +215,7 @@ class Load:
         """Return up to which block to compute now. The front: wait, until something lands or `look_again_s`. The last
         cached block: everything, prompt included."""
         self.look_again_s = None
-        rest = Rest(prompt_tokens, block_tokens, self.front, self._head_end, self.cached, gpu_queue_s)
+        rest = self._rest(prompt_tokens, block_tokens, gpu_queue_s)
         goal = self._goal(rest, prefill, now)
         # What nobody brings is to be computed in any case.
         self.meets_at = max(goal, self._first_brought())
@@ -233,16 +238,20 @@ class Load:
                 self._parts[self._tiers[offset]].num_coming -= 1
                 if self._is_late:
                     self._failures[block] = _LATE
-                else:
+                elif not self.plan.start <= offset < self.plan.end:
                     self.num_abandoned += 1
         return end
 
     def work_s(self, prompt_tokens: int, block_tokens: int, prefill: PrefillCost) -> float:
         """Return how many seconds of computing the request will still take, as of the last decision."""
-        rest = Rest(prompt_tokens, block_tokens, self.front, self._head_end, self.cached)
-        if self.meets_at >= self.cached:
+        rest = self._rest(prompt_tokens, block_tokens, 0.0)
+        if self.meets_at >= rest.cached:
             return self._through_s(rest, prefill)
-        return between_s(rest, prefill, self.front, self.meets_at) + through_s(rest, prefill, self.cached)
+        return between_s(rest, prefill, self.front, self.meets_at) + through_s(rest, prefill, rest.cached)
+
+    def _rest(self, prompt_tokens: int, block_tokens: int, gpu_queue_s: float) -> Rest:
+        asked_end = max(self._asked_end, self.front)
+        return Rest(prompt_tokens, block_tokens, self.front, self._head_end, asked_end, gpu_queue_s)
 
     def _goal(self, rest: Rest, prefill: PrefillCost, now: float) -> int:
         if not any(part.num_coming for part in self._parts.values()):
@@ -264,13 +273,14 @@ class Load:
         meeting = meet(rest, prefill, loaded_s, self._gpu_price)
         wait_until_s = self._promise.may_wait_until(rest.gpu_queue_s + self._through_s(rest, prefill))
         self._is_late = bool(silent) or now >= wait_until_s
+        goal = self.cached if meeting.end >= rest.cached else meeting.end
         if now >= wait_until_s:
-            return meeting.end if meeting.start == self.front < meeting.end else self.cached
+            return goal if meeting.start == self.front < meeting.end else self.cached
         # What is computed in one chunk teaches nothing about the tier that it was not loaded from.
         chunk_blocks = max(1, prefill.chunk_tokens // rest.block_tokens)
-        is_blind = not self.plan.measured and not silent and meeting.end == self.cached <= self.front + chunk_blocks
+        is_blind = not self.plan.measured and not silent and goal == self.cached <= self.front + chunk_blocks
         if meeting.start == self.front and meeting.end > self.front and not is_blind:
-            return meeting.end
+            return goal
         self.look_again_s = min(now + self._promise.look_again_s(), wait_until_s)
         return self.front
 

@@ -65,9 +65,14 @@ class Plan:
     compared: Comparison
     loads: Mapping[TierKind, LoadCost]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether everything from `start` on is computed, nothing of it loaded."""
+        return self.end == self.num_blocks and self.start < self.end
+
     def order(self) -> list[int]:
         """Return the blocks to ask for, in that order: the head, then the tail from its end backwards."""
-        if self.end == self.num_blocks and self.start < self.end:
+        if self.is_cut:
             return list(range(self.start))
         last = self.end if self.is_exact else self.start
         return [*range(self.start), *range(self.num_blocks - 1, last - 1, -1)]

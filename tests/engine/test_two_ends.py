@@ -207,6 +207,20 @@ def test_the_head_in_ram_is_loaded_then_the_middle_computed_while_the_tail_comes
     assert request.result.tokens[RAM] == 32
 
 
+def test_of_a_prefix_cut_the_head_is_waited_for_only_if_it_comes_sooner_than_it_is_computed() -> None:
+    """What is computed in any case counted as loaded for nothing, and a head that was late was waited for."""
+    rig = rig_of(block_s=9.0)
+    request, answer, job = begun(rig, *[RAM] * 8, *[S3] * 12)
+    assert asked_blocks(request, job) == list(range(8))
+    assert request.state is RequestState.FETCHING
+    rig.now += 1.0
+    assert step(rig) == [(0, 16)], "it should have come long ago"
+    rig.land(request, job, range(4, 8), RAM)
+    assert step(rig) == [(32, 16)]
+    rig.end(job)
+    finished(rig, request, answer)
+
+
 def test_a_block_that_is_gone_is_computed_alone_and_stored_again() -> None:
     rig = rig_of()
     request, answer, job = begun(rig, *[S3] * NUM_BLOCKS)
