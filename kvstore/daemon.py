@@ -237,9 +237,10 @@ class Daemon:
         core, and gets to read the answer only when we sleep again.
         """
         self._watch_workers()
-        until = time.monotonic() + timeout_s
+        # A worker's answers that were there before are not told of by the poll (ZMQ tells once).
         if self._control.has_messages or any(link.has_answers() for link in self._links.values()):
             timeout_s = 0.0
+        until = time.monotonic() + timeout_s
         while True:
             ready = self._epoll.poll(timeout_s)
             self._control.take_in(ready)
