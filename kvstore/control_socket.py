@@ -30,9 +30,9 @@ _READ_MORE_BYTES: Final = 1 << 20
 # With so much unsent a peer is not listened to, and with so much it is given up: two of the longest answers.
 _SLOW_BYTES: Final = 256 << 10
 _MAX_UNSENT_BYTES: Final = 2 * wire.MAX_REPLY_BYTES
-# All peers together; counted when one of them holds a share that is worth it.
-_MAX_HELD_BYTES: Final = 256 << 20
-_WORTH_COUNTING_BYTES: Final = 1 << 20
+# All peers together hold 256 MiB: each may have its share of one half, which nobody counts, and more of the other.
+_SHARE_BYTES: Final = (128 << 20) // MAX_PEERS
+_MAX_ABOVE_SHARE_BYTES: Final = 128 << 20
 _GONE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 
 
@@ -59,7 +59,7 @@ class Peer:
 
     @property
     def held_bytes(self) -> int:
-        return len(self.inbox) + len(self.unsent)
+        return self.inbox.held_bytes + len(self.unsent)
 
 
 class ControlSocket:
@@ -157,9 +157,10 @@ class ControlSocket:
             if sent == len(message):
                 return
             peer.unsent += message[sent:]
-        if len(peer.unsent) > _MAX_UNSENT_BYTES or self._holds_too_much(peer):
+        if len(peer.unsent) > _MAX_UNSENT_BYTES:
             self._give_up(peer)
-        else:
+        self._make_room_for(peer)
+        if peer.is_open:
             self._await(peer)
 
     def hang_up(self, peer: Peer) -> None:
@@ -171,7 +172,9 @@ class ControlSocket:
             self._epoll.unregister(peer.fd)
         peer.fd = -1
         peer.is_heard = False
-        peer.unsent.clear()
+        # Who is still to answer it holds the peer, for as long as a fetch may take.
+        peer.unsent = bytearray()
+        peer.inbox = Inbox(wire.MAX_BODY_BYTES)
         peer.socket.close()
 
     # ------------------------------------------------------------ private
@@ -210,9 +213,8 @@ class ControlSocket:
             self.hang_up(peer)
             return
         peer.inbox.add(data)
-        if self._holds_too_much(peer):
-            self._give_up(peer)
-        else:
+        self._make_room_for(peer)
+        if peer.is_open:
             self._line_up(peer)
 
     def _line_up(self, peer: Peer) -> None:
@@ -253,10 +255,13 @@ class ControlSocket:
         if peer.is_open and not peer.unsent:
             self.hang_up(peer)
 
-    def _holds_too_much(self, peer: Peer) -> bool:
-        if peer.held_bytes < _WORTH_COUNTING_BYTES:
-            return False
-        return sum(one.held_bytes for one in self._peers.values()) > _MAX_HELD_BYTES
+    def _make_room_for(self, peer: Peer) -> None:
+        """Give up whoever holds most, as long as all together hold too much; only `peer` holds more than before."""
+        while peer.held_bytes > _SHARE_BYTES:
+            above = [one for one in self._peers.values() if one.held_bytes > _SHARE_BYTES]
+            if sum(one.held_bytes for one in above) <= _MAX_ABOVE_SHARE_BYTES:
+                return
+            self._give_up(max(above, key=lambda one: one.held_bytes))
 
     def _give_up(self, peer: Peer) -> None:
         self._on_fault("lost_connection")

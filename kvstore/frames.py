@@ -3,9 +3,14 @@
 Does not cover: sockets, what messages mean (wire.py).
 """
 
+from typing import Final
+
 from kvstore import wire
 from kvstore.core.errors import ProtocolError
 from kvstore.wire import HEADER_BYTES, ErrorCode, Header
+
+# What was taken out may take up so much more room than what is left.
+_MAX_TAKEN_BYTES: Final = 64 << 10
 
 
 class Inbox:
@@ -24,6 +29,11 @@ class Inbox:
     def __len__(self) -> int:
         """How many bytes are held."""
         return len(self._bytes) - self._begin
+
+    @property
+    def held_bytes(self) -> int:
+        """How much memory they take, with what was taken out and not yet freed."""
+        return len(self._bytes)
 
     def add(self, data: bytes) -> None:
         if not self._bytes:
@@ -58,4 +68,7 @@ class Inbox:
         self._begin = body_end
         if body_end == len(self._bytes):
             self._bytes, self._begin = b"", 0
+        elif body_end > max(_MAX_TAKEN_BYTES, len(self)):
+            # Else the beginning of a next message would keep all of a long one in memory.
+            self._bytes, self._begin = self._bytes[body_end:], 0
         return header, body

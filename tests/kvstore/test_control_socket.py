@@ -64,6 +64,27 @@ def message(sequence: int, body: bytes = b"body") -> bytes:
     return wire.pack(Header(0, 0, sequence), body)
 
 
+def send_unfinished(rig: Rig, clients: list[socket.socket], num_bytes: int) -> None:
+    """Each sends so many bytes of the longest message, as long as it is connected."""
+    rests = {client: Header(0, 0, 1).encode(wire.MAX_BODY_BYTES) + bytes(num_bytes) for client in clients}
+    while rests:
+        for client, rest in list(rests.items()):
+            client.settimeout(0.0)
+            try:
+                rests[client] = rest[client.send(rest[: MIB // 32]) :]
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                rests[client] = b""
+            if not rests[client]:
+                del rests[client]
+        rig.turn()
+        assert rig.control.next_message() is None
+    rig.turn()
+    while rig.control.next_message() or rig.control.has_messages:
+        rig.turn()
+
+
 def answers(rig: Rig, client: socket.socket, count: int) -> list[int]:
     """The sequence numbers of the next messages, read while the daemon goes on."""
     inbox = Inbox(wire.MAX_REPLY_BYTES)
@@ -119,21 +140,47 @@ def test_a_peer_that_never_reads_is_given_up(rig: Rig) -> None:
 
 def test_all_peers_together_hold_no_more_than_a_share_of_the_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sends most of a long message and never its end."""
-    monkeypatch.setattr(control_socket, "_MAX_HELD_BYTES", 8 * MIB)
+    monkeypatch.setattr(control_socket, "_MAX_ABOVE_SHARE_BYTES", 8 * MIB)
     greedy = [rig.client() for _ in range(4)]
-    beginning = Header(0, 0, 1).encode(wire.MAX_BODY_BYTES)
-    for client in greedy:
-        client.settimeout(0.0)
-        client.sendall(beginning)
-    for _ in range(1000):
-        for client in greedy:
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                client.send(b"x" * (MIB // 32))
-        rig.turn()
-        assert rig.control.next_message() is None
-        if rig.faults["lost_connection"]:
-            break
+    send_unfinished(rig, greedy, MIB * 3)
     assert rig.faults["lost_connection"] >= 1 and len(rig.control) >= 1
+
+
+def test_many_peers_that_hold_a_little_each_are_counted_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them, each with just under one MiB of a message, once held four times the limit."""
+    monkeypatch.setattr(control_socket, "_MAX_ABOVE_SHARE_BYTES", 4 * MIB)
+    send_unfinished(rig, [rig.client() for _ in range(16)], MIB - 100)
+    held = [peer.held_bytes for peer in rig.control._peers.values()]
+    assert sum(held) <= 4 * MIB + 16 * control_socket._SHARE_BYTES
+    assert rig.faults["lost_connection"] == 16 - len(held)
+
+
+def test_the_one_that_holds_most_is_given_up_and_not_who_comes_last(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_socket, "_MAX_ABOVE_SHARE_BYTES", 4 * MIB)
+    greedy, modest = rig.client(), rig.client()
+    send_unfinished(rig, [greedy], 4 * MIB - 100)
+    body = b"x" * (MIB // 2)
+    modest.settimeout(0.0)
+    rest, received = message(1, body), None
+    while received is None:
+        with contextlib.suppress(BlockingIOError):
+            rest = rest[modest.send(rest) :]
+        received = rig.receive()
+    assert received[2] == body
+    assert rig.faults == {"lost_connection": 1}
+    assert greedy.recv(1) == b"", "it was hung up on"
+
+
+def test_a_connection_that_has_ended_holds_nothing_while_its_fetch_goes_on(rig: Rig) -> None:
+    """Whoever is to answer it later keeps the peer, with what it had sent of its next message, for up to ten
+    minutes."""
+    client = rig.client()
+    peer = rig.met(client)
+    send_unfinished(rig, [client], 4 * MIB)
+    assert peer.held_bytes >= 4 * MIB
+    client.close()
+    rig.turn()
+    assert not peer.is_open and peer.held_bytes == 0
 
 
 def test_who_connects_while_no_descriptor_is_free_is_let_in_later(rig: Rig) -> None:

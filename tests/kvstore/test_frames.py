@@ -1,5 +1,7 @@
 """Messages are cut from a stream alike, however its bytes come."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,3 +47,19 @@ def test_what_does_not_begin_as_a_message_is_refused() -> None:
     with pytest.raises(ProtocolError) as caught:
         inbox.next()
     assert caught.value.code == ErrorCode.MALFORMED
+
+
+def test_a_long_message_that_was_taken_out_leaves_no_memory_behind_the_beginning_of_the_next() -> None:
+    """A client that sent the longest message and one byte more cost 8 MiB for as long as it was connected, and those
+    were counted as one byte."""
+    inbox = Inbox(wire.MAX_BODY_BYTES)
+    message = wire.pack(Header(), bytes(wire.MAX_BODY_BYTES)) + b"K"
+    tracemalloc.start()
+    try:
+        for start in range(0, len(message), 1 << 20):
+            inbox.add(message[start : start + (1 << 20)])
+        assert inbox.next() is not None and inbox.next() is None
+        held_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(inbox) == 1 and held_bytes < 64 << 10
