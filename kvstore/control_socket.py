@@ -71,7 +71,9 @@ class ControlSocket:
         self._epoll = epoll
         self._on_fault = on_fault
         # Half of the descriptors are left to everything else.
-        self._max_peers = min(MAX_PEERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        max_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        is_limited = max_descriptors != resource.RLIM_INFINITY
+        self._max_peers = min(MAX_PEERS, max_descriptors // 2) if is_limited else MAX_PEERS
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._is_paused = False
