@@ -9,6 +9,8 @@ import heapq
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from kvstore import wire
 from kvstore.config import Config
 from kvstore.core.errors import ProtocolError
@@ -73,16 +75,22 @@ class Keeping:
         if len(request.pin_name) > _MAX_NAME or not 0.0 <= (request.pin_s or 0.0) <= _MAX_PIN_S:
             raise ProtocolError(ErrorCode.BAD_REQUEST, f"pin_s lies between 0 and {_MAX_PIN_S:.0f} seconds")
         blocks = self._known(engine.namespace, request.keys)
+        now_s = self._clock()
         if request.ttl_s:
-            self._remember_ttl(engine.namespace, request)
+            # Before anything is done, since who is refused counts on nothing.
+            self._check_ttl(request.keys)
         if request.pin_s is not None:
             owner = (engine.incarnation, request.pin_name)
             if request.pin_s:
-                self.pins.hold(owner, blocks, self._clock() + request.pin_s, whole=True)
+                self.pins.hold(owner, blocks, now_s + request.pin_s, whole=True)
             else:
                 self.pins.release(owner)
         hint = _hint(request.expect_followup, request.end, request.priority)
-        self._room.hint(blocks, hint, is_timed=request.ttl_s > 0.0)
+        if request.ttl_s:
+            self._remember_ttl(engine.namespace, request.keys, now_s + request.ttl_s)
+            self._room.hint(blocks, hint, ends_at_s=now_s + request.ttl_s)
+        else:
+            self._room.hint(blocks, hint)
 
     def session_hint(self, session: Session, request: wire.SessionHint) -> None:
         self._room.hint(session.blocks, _hint(request.expect_followup, request.end, request.priority))
@@ -124,22 +132,26 @@ class Keeping:
         while self._timed and self._timed[0][0] <= now:
             _, _, namespace, keys = heapq.heappop(self._timed)
             self._timed_bytes -= len(keys)
-            self._room.hint(self._room.hints.timed(self._known(namespace, keys)), _END)
+            self._room.hint(self._room.hints.timed(self._known(namespace, keys), now), _END)
 
     # ------------------------------------------------------------ private
 
     def _known(self, namespace: int, keys: bytes) -> Ids:
-        """Return the ids of the leading blocks that are known."""
+        """Return the ids of the leading blocks that are known and continue one another, so that none comes twice."""
         ids = self._catalog.find_joined(keys, namespace)
-        gaps = (ids < 0).nonzero()[0]
+        goes_on = ids >= 0
+        goes_on[1:] &= self._catalog.parents_of(ids[1:]) == ids[:-1]
+        gaps = np.flatnonzero(~goes_on)
         return ids[: int(gaps[0])] if len(gaps) else ids
 
-    def _remember_ttl(self, namespace: int, request: wire.Hint) -> None:
-        if len(self._timed) >= _MAX_TIMED or self._timed_bytes + len(request.keys) > _MAX_TIMED_BYTES:
+    def _check_ttl(self, keys: bytes) -> None:
+        if len(self._timed) >= _MAX_TIMED or self._timed_bytes + len(keys) > _MAX_TIMED_BYTES:
             raise ProtocolError(ErrorCode.BUSY, f"{_MAX_TIMED} prefixes have a time to live of their own already")
+
+    def _remember_ttl(self, namespace: int, keys: bytes, ends_at_s: float) -> None:
         self._num_timed += 1
-        self._timed_bytes += len(request.keys)
-        heapq.heappush(self._timed, (self._clock() + request.ttl_s, self._num_timed, namespace, request.keys))
+        self._timed_bytes += len(keys)
+        heapq.heappush(self._timed, (ends_at_s, self._num_timed, namespace, keys))
 
 
 def check_session_hint(request: wire.SessionHint | wire.SessionPut) -> None:

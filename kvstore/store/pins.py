@@ -19,7 +19,9 @@ from kvstore.core.units import approximate_size
 from kvstore.store.catalog import Catalog
 from kvstore.wire import ErrorCode
 
-_MAX_OWNERS = 65_536
+# As many as can be counted in the rows below, and their blocks, each as often as it is pinned: 64 MiB of ids.
+_MAX_OWNERS = 65_535
+_MAX_BLOCKS = 1 << 24
 _MIN_ROWS = 1024
 
 
@@ -45,6 +47,7 @@ class Pins:
             tier: np.zeros(_MIN_ROWS, dtype=np.uint16) for tier in budgets
         }
         self._bytes = dict.fromkeys(budgets, 0)
+        self._num_blocks = 0
         self._refused = 0
 
     def __len__(self) -> int:
@@ -69,17 +72,26 @@ class Pins:
         As many of the first as each tier's budget allows. `whole`: the slowest of the tiers must have room for all;
         else ProtocolError (busy), and the owner's pin is as before.
         """
-        before = self._pins.get(owner)
-        self.release(owner)
-        room = {tier: self._room_for(tier, blocks) for tier in self._budgets}
+        before = self._pins.pop(owner, None)
+        # First, since what is known only through the pin that ends must not end with it.
+        self._catalog.add_session_refs(blocks, 1)
+        if before is not None:
+            self._count(before, -1)
+        pin = _Pin(blocks, deadline, {tier: self._room_for(tier, blocks) for tier in self._budgets})
         last = list(self._budgets)[-1]
-        if (whole and room[last] < len(blocks)) or len(self._pins) >= _MAX_OWNERS:
+        are_too_many = len(self._pins) >= _MAX_OWNERS or self._num_blocks + len(blocks) > _MAX_BLOCKS
+        if are_too_many or (whole and pin.num_held[last] < len(blocks)):
             if before is not None:
-                self._enter(owner, before)
+                self._count(before, 1)
+                self._pins[owner] = before
+            self._catalog.add_session_refs(blocks, -1)
             if whole:
-                self._refuse(last)
+                self._refuse(last, are_too_many=are_too_many)
             return
-        self._enter(owner, _Pin(blocks, deadline, room))
+        self._count(pin, 1)
+        self._pins[owner] = pin
+        if before is not None:
+            self._catalog.add_session_refs(before.blocks, -1)
 
     def check(self, owner: Hashable, blocks: Ids, block_bytes: int) -> None:
         """Raise ProtocolError (busy) where the owner cannot pin all of these blocks; -1: one that is not known yet."""
@@ -103,10 +115,7 @@ class Pins:
         pin = self._pins.pop(owner, None)
         if pin is None:
             return
-        for tier, count in pin.num_held.items():
-            held = pin.blocks[:count]
-            self._held[tier][held] -= 1
-            self._bytes[tier] -= self._sizes(held[self._held[tier][held] == 0])
+        self._count(pin, -1)
         self._catalog.add_session_refs(pin.blocks, -1)
 
     def expire(self, now: float) -> None:
@@ -115,22 +124,29 @@ class Pins:
 
     # ------------------------------------------------------------ private
 
-    def _refuse(self, tier: TierKind) -> NoReturn:
+    def _refuse(self, tier: TierKind, *, are_too_many: bool = False) -> NoReturn:
         self._refused += 1
+        if are_too_many:
+            raise ProtocolError(ErrorCode.BUSY, f"not pinned: {len(self._pins)} others are; unpin something")
         raise ProtocolError(
             ErrorCode.BUSY,
             f"not pinned: of {tier.label} {approximate_size(self._budgets[tier]())} may be pinned and "
             f"{approximate_size(self._bytes[tier])} are; unpin something, or raise {tier.label}.pin_share",
         )
 
-    def _enter(self, owner: Hashable, pin: _Pin) -> None:
-        self._pins[owner] = pin
-        self._catalog.add_session_refs(pin.blocks, 1)
+    def _count(self, pin: _Pin, change: int) -> None:
+        """Enter (1) or leave (-1) the pin in what is known of each tier."""
+        self._num_blocks += change * len(pin.blocks)
         for tier, count in pin.num_held.items():
-            held = pin.blocks[:count]
-            self._grow(tier, held)
-            self._bytes[tier] += self._sizes(held[self._held[tier][held] == 0])
-            self._held[tier][held] += 1
+            blocks = pin.blocks[:count]
+            self._grow(tier, blocks)
+            held = self._held[tier]
+            if change > 0:
+                self._bytes[tier] += self._sizes(blocks[held[blocks] == 0])
+                held[blocks] += 1
+            else:
+                held[blocks] -= 1
+                self._bytes[tier] -= self._sizes(blocks[held[blocks] == 0])
 
     def _room_for(self, tier: TierKind, blocks: Ids) -> int:
         """Return how many of the first blocks may be pinned in the tier beside those that are."""

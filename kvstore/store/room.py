@@ -114,9 +114,9 @@ class Room:
         self.policies[tier].on_access(blocks)
         self.hints.used(blocks)
 
-    def hint(self, blocks: Ids, hint: Hint, *, is_timed: bool = False) -> None:
+    def hint(self, blocks: Ids, hint: Hint, *, ends_at_s: float | None = None) -> None:
         """Somebody says what will become of these blocks of one prefix, in order."""
-        self.hints.say(blocks, hint, is_timed=is_timed)
+        self.hints.say(blocks, hint, ends_at_s=ends_at_s)
         for policy in self.policies.values():
             policy.on_hint(blocks, hint)
 

@@ -11,6 +11,7 @@ from kvstore.config import RamConfig, SessionsConfig, SsdConfig
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import join_keys
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store import pins
 from kvstore.store.engines import Engine
 from policies.eviction.choice import NAMES
 from tests.support.chats import Prefix
@@ -253,3 +254,63 @@ def test_hints_that_contradict_each_other_are_refused(rig: Rig, engine: Engine) 
         rig.store.hint(engine, wire.Hint(join_keys(A.keys), pin_s=1e9))
     with pytest.raises(ProtocolError, match="ttl_s"):
         rig.store.hint(engine, wire.Hint(join_keys(A.keys), ttl_s=float("nan")))
+
+
+def test_a_later_time_to_live_holds_and_not_the_earlier_one(rig: Rig, engine: Engine) -> None:
+    """Each request of a chat says how long its prefix lives: what the first said must not end it under the second."""
+    rig.put(engine, NAMESPACE, A.keys)
+    rig.clock.now += 1.0
+    rig.put(engine, NAMESPACE, B.keys)
+    rig.store.hint(engine, wire.Hint(join_keys(B.keys), ttl_s=60.0))
+    rig.fetch(engine, B.keys)
+    rig.store.hint(engine, wire.Hint(join_keys(B.keys), ttl_s=6000.0))
+    rig.settle(seconds=70.0)
+    assert who_stays(rig, engine) == (1, 4)
+
+
+def test_a_hint_that_is_refused_for_its_pin_has_no_other_effect(rig: Rig, engine: Engine) -> None:
+    record(rig, engine, A, "a", pin=True)
+    rig.put(engine, NAMESPACE, B.keys)
+    with pytest.raises(ProtocolError, match="not pinned"):
+        rig.store.hint(engine, wire.Hint(join_keys(B.keys), ttl_s=10.0, pin_s=60.0))
+    assert rig.store.keeping._timed == []
+
+
+def test_a_pin_is_renewed_though_its_blocks_are_in_no_tier_any_more(rig: Rig, engine: Engine) -> None:
+    """Their entries lived by the old pin alone, and ended when it did, before the new one was there."""
+    rig.put(engine, NAMESPACE, A.keys)
+    hint = wire.Hint(join_keys(A.keys), pin_s=60.0)
+    rig.store.hint(engine, hint)
+    rig.store.evict(wire.Evict(["ram"], drop=True), lambda _: None)
+    rig.settle()
+    rig.store.hint(engine, hint)
+    rig.check()
+    rig.put(engine, NAMESPACE, A.keys)
+    assert rig.stats()["pins"]["ram_bytes"] == 4 * 8192
+    rig.check()
+
+
+def test_a_block_that_is_named_twice_counts_once_and_its_pin_ends(rig: Rig, engine: Engine) -> None:
+    """Twice in one pin and once in another its size stayed in the sum, until nothing could be pinned."""
+    rig.put(engine, NAMESPACE, A.keys)
+    rig.store.hint(engine, wire.Hint(join_keys([*A.keys[:2], *A.keys[:2]]), pin_s=60.0, pin_name="twice"))
+    rig.store.hint(engine, wire.Hint(join_keys(A.keys[:2]), pin_s=60.0, pin_name="once"))
+    for name in ("twice", "once"):
+        rig.store.hint(engine, wire.Hint(join_keys(A.keys[:2]), pin_s=0.0, pin_name=name))
+    assert rig.stats()["pins"]["ram_bytes"] == 0
+    rig.check()
+
+
+def test_pins_of_the_same_blocks_without_end_are_refused(
+    rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cost no budget, since blocks count once, but memory of the daemon's."""
+    monkeypatch.setattr(pins, "_MAX_BLOCKS", 10)
+    rig.put(engine, NAMESPACE, A.keys)
+    for name in ("x", "y", "y"):
+        rig.store.hint(engine, wire.Hint(join_keys(A.keys), pin_s=60.0, pin_name=name))
+    with pytest.raises(ProtocolError, match="2 others are"):
+        rig.store.hint(engine, wire.Hint(join_keys(A.keys), pin_s=60.0, pin_name="z"))
+    rig.store.hint(engine, wire.Hint(join_keys(A.keys), pin_s=0.0, pin_name="x"))
+    rig.store.hint(engine, wire.Hint(join_keys(A.keys), pin_s=60.0, pin_name="z"))
+    rig.check()
