@@ -29,6 +29,11 @@ _SSD_SHARE_AT_ONCE = 16
 # So many blocks go in one turn of the control loop: about 5 ms.
 _LOWERED_AT_ONCE = 256
 
+# So many slots' worth of victims are asked for at once, and no more blocks than that are remembered.
+_NEXT_BLOCKS = 16
+_MAX_NEXT_BLOCKS = 64
+_NO_BATCH_S = 0.5
+
 # By so many of the coldest blocks, in no more than this share of RAM, it is told where most of them lie.
 _COLDEST_BLOCKS = 256
 _COLDEST_SHARE = 16
@@ -84,6 +89,7 @@ class Room:
         self._clock = clock
         in_ram = _View(catalog, TierKind.RAM, lambda block: self._is_only_copy(block) or is_pinned(block, TierKind.RAM))
         on_ssd = _View(catalog, TierKind.SSD, lambda block: is_pinned(block, TierKind.SSD))
+        self._in_ram = in_ram
         self._clearing = Clearing(
             ram, catalog.find, in_ram.pinned, lambda victim: self.free_ram(victim, "evicted"), clock
         )
@@ -98,6 +104,9 @@ class Room:
         self.deleting: dict[TierKind, set[int]] = {TierKind.SSD: set(), TierKind.S3: set()}
         self._ssd_bytes_deleting = 0
         self.is_lowering = False
+        # What goes next from RAM, as the policy said when it was asked last.
+        self._next: dict[int, None] = {}
+        self._no_batch_before = 0.0
         self._again: list[tuple[float, TierKind, Callable[[], None]]] = []
 
     # ------------------------------------------------------------ what the policies are told
@@ -111,11 +120,14 @@ class Room:
 
     def used(self, tier: TierKind, blocks: Sequence[int] | Ids) -> None:
         """These blocks were used again, in prefix order; those that are not in the tier are passed over."""
+        if tier == TierKind.RAM and self._next and not self._next.keys().isdisjoint(blocks):
+            self._next.clear()
         self.policies[tier].on_access(blocks)
         self.hints.used(blocks)
 
     def hint(self, blocks: Ids, hint: Hint, *, ends_at_s: float | None = None) -> None:
         """Somebody says what will become of these blocks of one prefix, in order."""
+        self._next.clear()
         self.hints.say(blocks, hint, ends_at_s=ends_at_s)
         for policy in self.policies.values():
             policy.on_hint(blocks, hint)
@@ -202,6 +214,8 @@ class Room:
     def _make_room(self, num_bytes: int) -> bool:
         """Evict what is in the way of one slot: the coldest block of its size if that is among those that would go
         next, else a run of neighbours."""
+        if self._evict_next(num_bytes):
+            return True
         policy = self.policies[TierKind.RAM]
         coldest = policy.victims(num_bytes)
         for victim in coldest:
@@ -216,6 +230,29 @@ class Room:
         elif not self._ram.has_other_sizes(num_bytes):
             return False  # a run of its own size would be a slot
         return self._clearing.clear(num_bytes, [self._catalog.key(victim) for victim in coldest])
+
+    def _evict_next(self, num_bytes: int) -> bool:
+        """Evict the next victim if it leaves a slot of that size. Some are asked for at once: looking for one costs a
+        policy about as much as for sixteen."""
+        now = self._clock()
+        if not self._next and now >= self._no_batch_before and len(self.policies[TierKind.RAM]) >= _MAX_NEXT_BLOCKS:
+            some = self.policies[TierKind.RAM].victims(_NEXT_BLOCKS * slot_size(num_bytes))
+            self._next = dict.fromkeys(some if len(some) <= _MAX_NEXT_BLOCKS else [])
+            if not self._next:
+                # Little can go, or it is of other sizes: the next few times it is looked for one by one.
+                self._no_batch_before = now + _NO_BATCH_S
+        while self._next:
+            victim = next(iter(self._next))
+            del self._next[victim]
+            may_go = self._catalog.resident(victim, TierKind.RAM) and not self._in_ram.pinned(victim)
+            if not may_go or self._in_ram.children(victim):
+                self._next.clear()
+            elif slot_size(self._catalog.size_bytes(victim)) == slot_size(num_bytes):
+                self.free_ram(victim, "evicted")
+                return True
+            else:
+                self._next.clear()
+        return False
 
     def _delete(self, tier: TierKind, block: int, done: Deleted | None, tries: int) -> None:
         link = self._links[tier]

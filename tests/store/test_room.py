@@ -63,3 +63,34 @@ def test_above_the_watermark_some_blocks_go_in_each_turn_until_the_lower_one_is_
     assert max(before - after for before, after in itertools.pairwise(left)) <= 256
     assert left[-1] == 204
     rig.check()
+
+
+def test_what_was_to_go_next_stays_if_it_is_used_before_its_turn(make_rig: MakeRig) -> None:
+    """Victims are asked for in batches, so that a policy is not searched for every block."""
+    small = namespace("small", block_bytes=4096)
+    rig = make_rig(ram_bytes=200 * 4096)
+    engine = rig.attach(small)
+    chains = [Prefix(small, seed, 20).keys for seed in range(10)]
+    for keys in chains:
+        rig.put(engine, small, keys)
+    rig.put(engine, small, Prefix(small, 50, 1).keys)
+    assert len(rig.lookup(engine, chains[0])) == 19
+    rig.fetch(engine, chains[0][:19])
+    rig.put(engine, small, Prefix(small, 51, 15).keys)
+    assert len(rig.lookup(engine, chains[0])) == 19
+    assert len(rig.lookup(engine, chains[1])) == 5
+    rig.check()
+
+
+def test_victims_are_asked_for_in_batches(make_rig: MakeRig) -> None:
+    small = namespace("small", block_bytes=4096)
+    rig = make_rig(ram_bytes=200 * 4096)
+    engine = rig.attach(small)
+    for seed in range(10):
+        rig.put(engine, small, Prefix(small, seed, 20).keys)
+    policy = rig.store._room.policies[TierKind.RAM]
+    searches, victims = [], policy.victims
+    policy.victims = lambda wanted: searches.append(wanted) or victims(wanted)  # type: ignore[method-assign, func-returns-value]
+    rig.put(engine, small, Prefix(small, 50, 32).keys)
+    assert len(searches) == 2
+    rig.check()
