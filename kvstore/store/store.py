@@ -22,6 +22,7 @@ from kvstore.store.borrowed import Borrowed
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
 from kvstore.store.census import SessionCensus
+from kvstore.store.chains import by_prefix
 from kvstore.store.decisions import Decisions
 from kvstore.store.demoter import Demoter
 from kvstore.store.discovery import Discovery
@@ -222,6 +223,9 @@ class Store:
                 blocks = blocks[~np.isin(blocks, list(self._room.deleting[TierKind.SSD]))]
             self._review.saw(blocks)
             inserted = self._catalog.set_resident_many(blocks, TierKind.SSD)
+            if self._config.ssd.policy != "lru":
+                # Depth by depth, as they are, is all the same to lru, and what others are slowest at.
+                inserted = by_prefix(inserted, self._catalog.parents_of(inserted))
             self._room.entered(TierKind.SSD, inserted)
         for data in reply.records:
             if self._review.is_running:

@@ -26,7 +26,7 @@ A, B, THIRD = (Prefix(NAMESPACE, seed, 4) for seed in (1, 2, 3))
 def rig(make_rig: MakeRig) -> Rig:
     return make_rig(
         ram_bytes=9 * 8192,
-        ram_config=RamConfig(pin_share=0.5, high_watermark=1.0),
+        ram_config=RamConfig(policy="lru", pin_share=0.5, high_watermark=1.0),
         sessions=SessionsConfig(ttl_s=10_000.0, pin_for_s=500.0),
     )
 

@@ -94,3 +94,17 @@ def test_victims_are_asked_for_in_batches(make_rig: MakeRig) -> None:
     rig.put(engine, small, Prefix(small, 50, 32).keys)
     assert len(searches) == 2
     rig.check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_a_restart_the_policy_knows_all_that_the_ssd_holds(make_rig: MakeRig, name: str) -> None:
+    disk = memory(TierKind.SSD)
+    options = {"ssd": disk, "ssd_config": SsdConfig(policy=name)}  # type: ignore[arg-type]
+    first = make_rig("first", **options)
+    engine = first.attach(NAMESPACE)
+    for seed in range(6):
+        first.put(engine, NAMESPACE, Prefix(NAMESPACE, seed, 6).keys)
+    first.settle()
+    second = make_rig("second", **options)
+    assert len(second.store._room.policies[TierKind.SSD]) == 36
+    second.check()

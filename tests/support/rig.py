@@ -230,9 +230,9 @@ class Rig:
         self.engines = EngineTable(folder)
         self.config = Config(
             ram=msgspec.structs.replace(
-                ram_config or RamConfig(high_watermark=1.0, low_watermark=0.9), size_bytes=ram_bytes
+                ram_config or RamConfig(policy="lru", high_watermark=1.0, low_watermark=0.9), size_bytes=ram_bytes
             ),
-            ssd=msgspec.structs.replace(ssd_config or SsdConfig(), enabled=ssd is not None),
+            ssd=msgspec.structs.replace(ssd_config or SsdConfig(policy="lru"), enabled=ssd is not None),
             prefetch=PrefetchConfig() if prefetch is None else prefetch,
             s3=S3Config() if s3_config is None else s3_config,
             sessions=SessionsConfig() if sessions is None else sessions,
