@@ -27,6 +27,8 @@ _FORMAT: Final = "kvstore-costs-1"
 _MAX_FILES: Final = 64
 _MAX_BYTES: Final = 64 * 1024
 _SUFFIX: Final = ".json"
+# Whatever else lies in the folder is somebody else's.
+_OURS: Final = re.compile(r".*-[0-9a-f]{12}\.json")
 # More seconds per token, step or byte would be no measurement.
 _MAX_COEFFICIENT: Final = 1e6
 
@@ -138,6 +140,8 @@ def saved_in(folder: Path) -> list[Path]:
     """Return the profiles' files, newest first; none where there is no folder."""
     times: dict[Path, float] = {}
     for path in folder.glob(f"*{_SUFFIX}"):
+        if _OURS.fullmatch(path.name) is None:
+            continue
         with contextlib.suppress(OSError):
             times[path] = path.stat().st_mtime
     return sorted(times, key=lambda path: (-times[path], path.name))

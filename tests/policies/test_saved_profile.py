@@ -84,6 +84,17 @@ def test_only_the_newest_files_are_kept(tmp_path: Path) -> None:
     assert not any(each.name.startswith("model-6-") for each in names)
 
 
+def test_files_of_others_in_the_same_folder_stay(tmp_path: Path) -> None:
+    """A user may name any folder for the profiles; the oldest JSON files in it were deleted."""
+    theirs = [tmp_path / f"notes-{number}.json" for number in range(70)]
+    for path in theirs:
+        path.write_text("{}")
+        os.utime(path, (1, 1))
+    ours = save(tmp_path, PROFILE)
+    assert all(path.exists() for path in theirs)
+    assert saved_in(tmp_path) == [ours]
+
+
 def test_the_state_folder_is_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert default_folder() == Path("/state/kvstore/costs")
