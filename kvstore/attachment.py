@@ -1,4 +1,4 @@
-"""Being attached to the daemon: what all clones of one client share.
+"""Being attached to the daemon: what all clones of one client in one process share.
 
 Covers: the lock that says that we live, attaching once for all threads, forgetting a daemon that is no more. What
 belongs together of one boot of the daemon (region, epoch, incarnation) is one frozen object, so that no thread ever
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore import wire
+from kvstore import forking, wire
 from kvstore.connection import Connection, daemon_lives, lock
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import Namespace
@@ -52,6 +52,7 @@ class Attachment:
         self._current: Attached | None = None
         self._liveness: tuple[int, Path] | None = None
         self._users = 1
+        forking.watch(self)
 
     @property
     def current(self) -> Attached | None:
@@ -101,6 +102,15 @@ class Attachment:
             descriptor, path = self._liveness
             path.unlink(missing_ok=True)
             os.close(descriptor)
+            self._liveness = None
+
+    def forked(self) -> None:
+        """The child attaches anew, as an engine of its own: what was granted to the parent is not the child's to
+        write or to end, and the parent's lock falls with the parent."""
+        self._attaching, self._mutex = threading.Lock(), threading.Lock()
+        self._current = None
+        if self._liveness is not None:
+            os.close(self._liveness[0])
             self._liveness = None
 
     # ------------------------------------------------------------ private

@@ -11,7 +11,7 @@ import socket
 import time
 from pathlib import Path
 
-from kvstore import wire
+from kvstore import forking, wire
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.frames import Inbox
 
@@ -35,6 +35,7 @@ class Connection:
         self._inbox = Inbox(wire.MAX_REPLY_BYTES)
         self._sequence = 0
         self._silent_until = 0.0
+        forking.watch(self)
 
     def request(self, epoch: int, incarnation: int, body: wire.Message, deadline_s: float) -> wire.Reply:
         """Return the one reply. Raises TierUnavailable (no daemon, or it did not answer in time) and ProtocolError
@@ -105,6 +106,10 @@ class Connection:
         raise TierUnavailable(f"the daemon in {self._run_dir} is gone")
 
     def close(self) -> None:
+        self._drop()
+
+    def forked(self) -> None:
+        """Both would go on from the same sequence number, and each take the other's answers for its own."""
         self._drop()
 
     def _connect(self) -> None:

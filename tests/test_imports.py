@@ -26,9 +26,10 @@ INTERNAL = {
     "tiers.hbm": {"tiers", "kvstore.core", "kernels"},
     "kvstore.wire": {"kvstore.core", "policies.decision"},
     "kvstore.frames": {"kvstore.core", "kvstore.wire"},
-    "kvstore.connection": {"kvstore.core", "kvstore.frames", "kvstore.wire"},
+    "kvstore.forking": set(),
+    "kvstore.connection": {"kvstore.core", "kvstore.forking", "kvstore.frames", "kvstore.wire"},
     "kvstore.control_socket": {"kvstore.core", "kvstore.frames", "kvstore.wire"},
-    "kvstore.attachment": {"kvstore.core", "kvstore.wire", "kvstore.connection", "tiers.region"},
+    "kvstore.attachment": {"kvstore.core", "kvstore.wire", "kvstore.forking", "kvstore.connection", "tiers.region"},
     "kvstore.stream": {"kvstore.core", "kvstore.wire", "kvstore.connection", "kvstore.attachment", "tiers.region"},
     "kvstore.client": {
         "kvstore.core",
