@@ -29,6 +29,8 @@ from kvstore.wire import ChatMessage, ErrorCode, SessionPut, SessionView
 _MAX_CACHED_BYTES = 64 << 20
 # Text that no tier has taken yet must stay in memory; past this much of it turns are refused.
 _MAX_UNSAVED_BYTES = 512 << 20
+# Half of all sessions may be pinned.
+_PINNED_SHARE = 2
 # What a token id takes in a list of Python's.
 _TOKEN_BYTES = 36
 
@@ -94,6 +96,7 @@ class SessionTable:
         self._on_adopted = on_adopted
         self._on_removed = on_removed
         self._sessions: dict[SessionKey, Session] = {}
+        self._pinned: set[SessionKey] = set()
         # Records in memory, coldest first; one whose text is nowhere else stays.
         self._cache: OrderedDict[SessionKey, SessionRecord] = OrderedDict()
         self._cached_bytes = 0
@@ -195,6 +198,8 @@ class SessionTable:
         session_id, base = (self.fork_id(key), None) if forked else (put.id, known)
         if base is None:
             self._check_room()
+        if put.pin and (base is None or not base.pinned):
+            self.check_may_pin()
         record = SessionRecord(
             id=session_id,
             tenant=put.tenant,
@@ -245,9 +250,19 @@ class SessionTable:
         if ssd_revision is not None:
             session.ssd_revision = ssd_revision
         self._sessions[session.key] = session
+        if session.pinned:
+            self._pinned.add(session.key)
+        else:
+            self._pinned.discard(session.key)
         self.remember(record)
         self._on_adopted(session)
         return session
+
+    def check_may_pin(self) -> None:
+        """Raise ProtocolError (busy) where one more pinned session would leave too little room for others: pinned ones
+        never make room, and those without a whole block cost nothing of what may be pinned."""
+        if len(self._pinned) >= max(1, self._max_sessions // _PINNED_SHARE):
+            raise ProtocolError(ErrorCode.BUSY, f"not pinned: {len(self._pinned)} sessions are; unpin something")
 
     def mark_dirty(self, key: SessionKey) -> None:
         """Some tier lacks the newest state of this session."""
@@ -273,6 +288,7 @@ class SessionTable:
         """
         self._on_removed(session)
         del self._sessions[session.key]
+        self._pinned.discard(session.key)
         self.dirty.pop(session.key, None)
         cached = self._cache.pop(session.key, None)
         self._cached_bytes -= 0 if cached is None else _weight(cached)

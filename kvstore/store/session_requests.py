@@ -181,6 +181,7 @@ class SessionRequests:
             current = self._table.get(found.session_key)
             if request.pinned and current is not None and not current.pinned:
                 try:
+                    self._table.check_may_pin()
                     self._keeping.check_pin(current.key, found.keys, self._namespace_of(found))
                 except ProtocolError as error:
                     reply(wire.Error(error.code, str(error)))

@@ -314,3 +314,28 @@ def test_pins_of_the_same_blocks_without_end_are_refused(
     rig.store.hint(engine, wire.Hint(join_keys(A.keys), pin_s=0.0, pin_name="x"))
     rig.store.hint(engine, wire.Hint(join_keys(A.keys), pin_s=60.0, pin_name="z"))
     rig.check()
+
+
+def test_pinned_sessions_leave_room_for_others_however_small_they_are(make_rig: MakeRig) -> None:
+    """Sessions without a whole block cost nothing of what may be pinned, and never make room: one tenant could have
+    filled the table with them for good, and all others been refused."""
+    rig = make_rig(sessions=SessionsConfig(max_sessions=4))
+    engine = rig.attach(NAMESPACE)
+
+    def turn(session_id: str, **fields: Any) -> None:
+        rig.clock.now += 1.0
+        rig.store.session_put(engine, msgspec.structs.replace(put(0, session_id=session_id), **fields))
+
+    turn("a", pin=True)
+    turn("b", pin=True)
+    for refused in ({"pin": True}, {"pin": True, "fork": True}):
+        with pytest.raises(ProtocolError, match="2 sessions are"):
+            turn("a" if "fork" in refused else "c", **refused)
+    turn("c")
+    answer = pin(rig, "c")
+    assert isinstance(answer, wire.Error) and answer.code == wire.ErrorCode.BUSY
+    for number in range(5):
+        turn(f"other-{number}")
+    assert pin(rig, "a", False) == wire.Done()
+    assert pin(rig, "other-4") == wire.Done()
+    rig.check()
