@@ -132,9 +132,13 @@ class Load:
         return self._parts[tier].arrival
 
     def is_silent(self, tier: TierKind, now: float) -> bool:
-        """Whether blocks of that tier are so late that nobody should wait for them."""
+        """Whether blocks of that tier are so late that this request should not wait for them."""
         part = self._parts[tier]
         return part.num_coming > 0 and self._promise.is_silent(part.arrival.overdue_s(now))
+
+    def has_failed(self, tier: TierKind, now: float) -> bool:
+        """Whether they are so late that no other request should either."""
+        return self.is_silent(tier, now) and self._promise.tells(self._parts[tier].arrival.overdue_s(now))
 
     def take_in(self) -> list[tuple[TierKind, float]]:
         """Note what the mover has settled since the last call; return tier and time of each block that came from

@@ -87,7 +87,7 @@ class Loads:
             self._leave(load, tier, now)
             if load.num_coming(tier):
                 self._learn(tier)
-                if load.is_silent(tier, now):
+                if load.has_failed(tier, now):
                     # Else the next request waits for it as well.
                     self._costs.observe_silence(tier, now - load.arrival(tier).last_landed_s)
         for why in load.failures():

@@ -127,6 +127,11 @@ class Promise:
             return overdue_s > UNKNOWN_PATIENCE_S
         return overdue_s > max(_MIN_PATIENCE_S, _MAX_SILENCE * self.recompute_s)
 
+    def tells(self, overdue_s: float) -> bool:
+        """Whether it has been overdue for so long that the next request should not wait for the tier either. Computing
+        slows loads down, so what was silent for a chunk says nothing."""
+        return overdue_s > max(0.5, 0.5 * (self.recompute_s or UNKNOWN_PATIENCE_S))
+
     def look_again_s(self) -> float:
         """Return after how many seconds of waiting to decide anew."""
         return 0.02 if self.recompute_s is None else max(0.005, 0.02 * self.recompute_s)
