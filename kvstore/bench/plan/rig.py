@@ -105,7 +105,10 @@ class Rig:
         """A new engine knows nothing of the link before."""
         self._end_engine()
         number = len(list(self._folder.glob("engine-*.log")))
-        engine = EngineProcess(self.scale.engine(self._daemon.run_dir), self._folder / f"engine-{number}.log")
+        arguments = self.scale.engine(self._daemon.run_dir)
+        # Nor of what the user's own engines have measured, who must not learn from our links either.
+        arguments += ["--profile-dir", str(self._folder / f"profile-{number}")]
+        engine = EngineProcess(arguments, self._folder / f"engine-{number}.log")
         self._engine = engine
         engine.start()
 

@@ -218,3 +218,22 @@ def _answer(server: socket.socket, body: bytes) -> None:
     with connection:
         connection.recv(1)
         connection.sendall(body)
+
+
+def test_bytes_that_a_cut_lost_do_not_count_when_the_link_breaks_again(bench: Bench) -> None:
+    near, far = bench.connect()
+    bench.link.change(Line(bytes_per_s=1e6, round_trip_s=0.02, state="cut", after_bytes=50_000))
+    far.send(b"x" * 200_000)
+    for _ in range(300):
+        bench.now += 0.001
+        bench.settle()
+    assert bench.link.status.down_bytes == 50_000
+    bench.link.change(Line())
+    near, far = bench.connect()
+    bench.link.change(Line(bytes_per_s=1e6, state="stalled", after_bytes=30_000))
+    far.send(b"x" * 200_000)
+    for _ in range(300):
+        bench.now += 0.001
+        bench.settle()
+    assert bench.link.status.down_bytes == 80_000
+    assert len(receive(near)) == 30_000
