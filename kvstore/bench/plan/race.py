@@ -23,12 +23,13 @@ _UNSURE_SPREAD, _UNSURE_REGRET = 1.25, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One request. `ttft_s` None: given up after `limit_s`."""
+    """One request. `ttft_s` None: given up after `limit_s`. `decision`: what the planner predicted, and what came."""
 
     ttft_s: float | None
     kind: str = ""
     served: dict[str, int] = field(default_factory=dict)
     limit_s: float | None = None
+    decision: dict[str, Any] = field(default_factory=dict)
 
 
 Measure = Callable[[PlanName, float | None], Run]
@@ -86,6 +87,7 @@ class Results:
                 "seconds": self.seconds(plan),
                 "given_up_after_s": given_up,
                 "kinds": [run.kind for run in runs if run.ttft_s is not None],
+                "decisions": [run.decision for run in runs if run.decision],
                 "served": next((run.served for run in reversed(runs) if run.ttft_s is not None), {}),
             }
         best = self.best()

@@ -18,20 +18,22 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from kvstore.bench.plan.cases import LOAD, Case, LinkSetting, PlanName
+from kvstore.bench.plan.cases import AUTO_PLAN, LOAD, Case, LinkSetting, PlanName
 from kvstore.bench.plan.link import Line
 from kvstore.bench.plan.linkprocess import LinkProcess
 from kvstore.bench.plan.race import Run
-from kvstore.core.errors import KVStoreError, TierUnavailable
+from kvstore.core.errors import KVStoreError, ProtocolError, TierUnavailable
 from kvstore.demo.processes import Daemon, EngineProcess
 from kvstore.demo.texts import talks
 from kvstore.s3server import REGION, S3Server
+from policies.decision import Decision
 
 _BUCKET: Final = "kvstore-bench-plan"
 _DEADLINE_S: Final = 120.0
 _LOOK_EVERY_S: Final = 0.03
 _QUIET_DEADLINE_S: Final = 30.0
 _GIVE_UP_S: Final = 0.2
+_REPORT_DEADLINE_S: Final = 2.0
 _OPEN: Final = Line()
 
 
@@ -142,7 +144,7 @@ class Rig:
         self._link.be(breaks or self._line)
         began_s = time.perf_counter()
         try:
-            answer = self.ask(prompt, self.body_plan(case, plan), 2, limit_s)
+            request_id, answer = self._ask(prompt, self.body_plan(case, plan), 2, limit_s)
         except httpx.ReadTimeout:
             # The engine hears of it between two steps, its fetch a little later.
             time.sleep(_GIVE_UP_S)
@@ -155,7 +157,8 @@ class Rig:
         if answer.served_tokens.get("hbm"):
             raise KVStoreError("a run found blocks in HBM that were to be elsewhere")
         self._compare(text, case.prefix_tokens, plan, answer.token_ids)
-        return Run(answer.ttft_s, answer.plan, answer.served_tokens)
+        decided = self._decision(request_id) if plan == AUTO_PLAN else {}
+        return Run(answer.ttft_s, answer.plan, answer.served_tokens, decision=decided)
 
     def down_bytes(self) -> int:
         """What has come down the link so far."""
@@ -176,9 +179,25 @@ class Rig:
         self, prompt: Sequence[int], plan: str | list[int], max_tokens: int, limit_s: float | None = None
     ) -> Answer:
         """Raises httpx.ReadTimeout after `limit_s`, KVStoreError where the engine refuses."""
+        return self._ask(prompt, plan, max_tokens, limit_s)[1]
+
+    def _ask(
+        self, prompt: Sequence[int], plan: str | list[int], max_tokens: int, limit_s: float | None
+    ) -> tuple[str, Answer]:
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True, "plan": plan}
         answer = self._http.post(f"{self.url}/v1/completions", json=body, timeout=limit_s or _DEADLINE_S)
-        return msgspec.convert(_checked(answer)["kvstore"], Answer)
+        told = _checked(answer)
+        return str(told["id"]), msgspec.convert(told["kvstore"], Answer)
+
+    def _decision(self, request_id: str) -> dict[str, Any]:
+        """Return what was predicted and what came of it; the engine reports it a moment after its answer."""
+        deadline = time.monotonic() + _REPORT_DEADLINE_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ProtocolError):
+                decision = self._console.decision_get(request_id).decision
+                return {} if decision is None else _in_short(decision)
+            time.sleep(_LOOK_EVERY_S)
+        return {}
 
     def _compare(self, text: int, prefix_tokens: int, plan: PlanName, token_ids: list[int]) -> None:
         expected = self._expected.setdefault((text << 32) + prefix_tokens, token_ids)
@@ -286,6 +305,18 @@ class Rig:
         if self._engine is not None:
             self._engine.kill()
             self._engine = None
+
+
+def _in_short(decision: Decision) -> dict[str, Any]:
+    """What tells why a plan was good or not; blocks and seconds."""
+    chosen, happened = decision.chosen, decision.happened
+    return {
+        "why": decision.why,
+        "predicted_s": {plan.kind: round(plan.seconds, 4) for plan in decision.plans},
+        "chosen": [chosen.start, chosen.end, round(chosen.seconds, 4), round(chosen.gpu_s, 4)],
+        "gpu_queue_s": decision.situation.gpu_queue_s,
+        "happened": None if happened is None else msgspec.to_builtins(happened),
+    }
 
 
 def _checked(answer: httpx.Response) -> dict[str, Any]:
