@@ -414,6 +414,9 @@ def _private_folder(path: Path) -> Path:
         status = path.lstat()
     except OSError as error:
         raise ConfigError(f"cannot make daemon.run_dir {path}: {error.strerror}") from None
+    if stat.S_ISLNK(status.st_mode):
+        # Whoever may change the link, which need not be who owns the folder, could put another in its place.
+        raise ConfigError(f"daemon.run_dir {path} is a symbolic link: name the folder itself, {path.resolve()}")
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise ConfigError(f"daemon.run_dir {path} belongs to another user: choose a folder of your own")
     if status.st_mode & 0o077:

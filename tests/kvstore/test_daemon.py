@@ -11,8 +11,9 @@ import pytest
 
 from kvstore import wire
 from kvstore.config import Config, HttpConfig, SsdConfig
+from kvstore.core.errors import ConfigError
 from kvstore.core.outcome import TierKind
-from kvstore.daemon import Daemon
+from kvstore.daemon import Daemon, _private_folder
 from kvstore.wire import Header
 from tiers.region import Region
 
@@ -77,3 +78,13 @@ def test_a_question_does_not_hold_up_what_a_worker_has_answered_already(daemon: 
         assert client.recv(100), "the question was answered"
     assert link.num_received == 1
     assert epoll.waits_s == [0.0]
+
+
+def test_a_run_folder_that_is_a_symbolic_link_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    """It was said to belong to another user."""
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir(mode=0o700)
+    link.symlink_to(folder)
+    with pytest.raises(ConfigError, match=f"symbolic link: name the folder itself, {folder}"):
+        _private_folder(link)
+    assert _private_folder(folder) == folder
