@@ -36,7 +36,7 @@ _OWN, _TAIL, _SHARED = range(_PLACES)
 _HINT_FACTORS = 1.0, 0.01, 4.0
 # A priority is worth so many times the index.
 _PRIORITY_FACTOR = 4.0
-_SAMPLE = 256
+_SAMPLE = 128
 # Where the sample does not do: so many leaves, or all.
 _LARGE_SAMPLE = 16_384
 _MAX_PASSED = 2_000
@@ -135,11 +135,11 @@ class Gittins:
             ids = ids[~is_known]
         if len(ids) > 1:
             # Each prefix on its own.
-            breaks = np.flatnonzero(self._view.parents_of(ids)[1:] != ids[:-1]) + 1
+            breaks = (self._view.parents_of(ids)[1:] != ids[:-1]).nonzero()[0] + 1
             if len(breaks):
                 if len(np.unique(ids)) != len(ids):
                     ids = ids[np.sort(np.unique(ids, return_index=True)[1])]
-                    breaks = np.flatnonzero(self._view.parents_of(ids)[1:] != ids[:-1]) + 1
+                    breaks = (self._view.parents_of(ids)[1:] != ids[:-1]).nonzero()[0] + 1
                 for part in np.split(ids, breaks):
                     self._insert(part)
                 return
@@ -179,7 +179,7 @@ class Gittins:
         ids = ids[self._runs.known(ids)]
         runs = self._runs
         at = runs.at[ids]
-        starts = [0, *(np.flatnonzero(at[1:] != at[:-1]) + 1).tolist()] if len(ids) else []
+        starts = [0, *((at[1:] != at[:-1]).nonzero()[0] + 1).tolist()] if len(ids) else []
         for block, run in zip(ids[starts].tolist(), at[starts].tolist(), strict=True):
             # Others are remembered by where their requests end.
             if runs.is_shared[run]:

@@ -62,7 +62,7 @@ class Hazards:
 
     def index(self, kinds: Kinds, ages_s: Floats) -> Floats:
         """Return per block of such class and age its index, uses per second."""
-        bins = np.searchsorted(_EDGES_S, ages_s, side="right") - 1
+        bins = _EDGES_S.searchsorted(ages_s, side="right") - 1
         values: Floats = self._index[kinds, np.maximum(bins, 0)]
         return values
 
@@ -81,39 +81,52 @@ class Hazards:
     # ------------------------------------------------------------ private
 
     def _learn(self) -> None:
-        kinds = np.flatnonzero(self._seen)
+        kinds = self._seen.nonzero()[0]
         if len(kinds):
             self._index[kinds] = _best_ratio(self._hazards()[kinds])
 
     def _count(self, lives: Lives, now_s: float) -> None:
         """Count in each bin the lives that reached its beginning since the last time."""
         oldest = max(0, lives.end - MAX_LIVES)
-        for number, edge_s in enumerate(_EDGES_S):
+        found = []
+        for number, edge_s in enumerate(_EDGES_S.tolist()):
             first = max(self._counted[number], oldest)
+            if first == lives.end or lives.began(first) > now_s - edge_s:
+                self._counted[number] = first
+                continue
             places = np.arange(first, lives.end) % MAX_LIVES
-            reached = int(np.searchsorted(lives.began_s[places], now_s - edge_s, side="right"))
+            reached = int(lives.began_s[places].searchsorted(now_s - edge_s, side="right"))
             places = places[:reached]
             alive = places[lives.lasted_s[places] >= edge_s]
-            self._alive[:, number] += np.bincount(lives.kinds[alive], minlength=self._num_classes)
+            found.append(lives.kinds[alive].astype(np.int64) * NUM_BINS + number)
             self._counted[number] = first + reached
+        if found:
+            counts = np.bincount(np.concatenate(found), minlength=self._alive.size)
+            self._alive += counts.reshape(self._alive.shape)
 
     def _hazards(self) -> Floats:
-        """Return [num_classes, NUM_BINS] hazards, each class leaning on the coarser ones."""
-        ended = self._ended.reshape(*self._shape, NUM_BINS)
-        alive = self._alive.reshape(*self._shape, NUM_BINS)
-        hazards = np.full((1,) * len(self._shape) + (NUM_BINS,), _PRIOR_HAZARD)
+        """Return [classes up to the last that was seen, NUM_BINS] hazards, each class leaning on the coarser ones."""
+        # Of the first axis only so much as was seen: without hints a third.
+        per_first = self._num_classes // self._shape[0]
+        num_first = int(self._seen.nonzero()[0][-1]) // per_first + 1
+        shape = (num_first, *self._shape[1:])
+        uses = [self._ended[: num_first * per_first].reshape(*shape, NUM_BINS)]
+        chances = [self._alive[: num_first * per_first].reshape(*shape, NUM_BINS)]
+        for axis in range(len(shape) - 1, 0, -1):
+            uses.append(uses[-1].sum(axis=axis, keepdims=True))
+            chances.append(chances[-1].sum(axis=axis, keepdims=True))
+        hazards = np.full((1,) * len(shape) + (NUM_BINS,), _PRIOR_HAZARD)
         hazards[..., 0] = _PRIOR_FIRST
-        hazards = hazards * self._prior_factors.reshape(-1, *(1,) * len(self._shape))
-        for level in range(1, len(self._shape) + 1):
-            finer = tuple(range(level, len(self._shape)))
-            uses, chances = ended.sum(axis=finer, keepdims=True), alive.sum(axis=finer, keepdims=True)
-            on_factor, on_age = (_LEANS_ON_FACTOR, _LEANS_ON) if level > 1 else (_LEANS_ON_PRIOR, _LEANS_ON_PRIOR)
+        hazards = hazards * self._prior_factors[:num_first].reshape(-1, *(1,) * len(shape))
+        on_factor, on_age = _LEANS_ON_PRIOR, _LEANS_ON_PRIOR
+        for used, lived in zip(reversed(uses), reversed(chances), strict=True):
             # First how much more often than the coarser class at all ages together, then at each age.
-            expected = (chances * hazards).sum(axis=-1, keepdims=True)
-            factor = (uses.sum(axis=-1, keepdims=True) + on_factor) / (expected + on_factor)
+            expected = (lived * hazards).sum(axis=-1, keepdims=True)
+            factor = (used.sum(axis=-1, keepdims=True) + on_factor) / (expected + on_factor)
             hazards = np.minimum(factor * hazards, _MAX_HAZARD)
-            hazards = (uses + on_age * hazards) / (chances + on_age)
-        capped: Floats = np.minimum(hazards.reshape(self._num_classes, NUM_BINS), _MAX_HAZARD)
+            hazards = (used + on_age * hazards) / (lived + on_age)
+            on_factor, on_age = _LEANS_ON_FACTOR, _LEANS_ON
+        capped: Floats = np.minimum(hazards.reshape(-1, NUM_BINS), _MAX_HAZARD)
         return capped
 
 

@@ -36,6 +36,10 @@ class Lives:
         self.end += 1
         return self.end - 1
 
+    def began(self, number: int) -> float:
+        """Return when a life that is remembered began."""
+        return self._began[number % MAX_LIVES]
+
     def finish(self, number: int, now_s: float) -> tuple[int, float] | None:
         """Return of which kind the life was and how long it lasted; None where it had ended or was forgotten."""
         place = number % MAX_LIVES

@@ -60,12 +60,12 @@ class Runs:
 
     def known(self, blocks: Ids) -> npt.NDArray[np.bool_]:
         """Return for each block whether it is in a run."""
-        if len(blocks) and int(blocks.max()) >= len(self.at):
-            known: npt.NDArray[np.bool_] = blocks < len(self.at)
+        try:
+            known: npt.NDArray[np.bool_] = self.at[blocks] != NONE
+        except IndexError:
+            known = blocks < len(self.at)
             known[known] = self.at[blocks[known]] != NONE
-            return known
-        found: npt.NDArray[np.bool_] = self.at[blocks] != NONE
-        return found
+        return known
 
     def parent(self, run: int) -> int:
         """Return the run that this one continues, or NONE."""
@@ -88,7 +88,7 @@ class Runs:
         Where the last block is in the middle of its run, that is cut behind it.
         """
         at = self.at[blocks]
-        ends = (np.flatnonzero(at[1:] != at[:-1]) + 1).tolist()
+        ends = ((at[1:] != at[:-1]).nonzero()[0] + 1).tolist()
         runs: list[int] = [int(at[0]), *at[ends].tolist()]
         ends.append(len(blocks))
         if int(self.last[runs[-1]]) != int(blocks[-1]):
@@ -198,7 +198,7 @@ class Runs:
     def remove_many(self, blocks: Ids) -> None:
         """`remove` for each of these known blocks; fast where they come from the end of a run on."""
         at = self.at[blocks]
-        ends = [*(np.flatnonzero(at[1:] != at[:-1]) + 1).tolist(), len(blocks)]
+        ends = [*((at[1:] != at[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]
         start = 0
         for end in ends:
             if start == end:
