@@ -314,7 +314,7 @@ class Gittins:
     def _goes_on(self, run: int) -> tuple[float | None, int]:
         """A request's blocks come piece by piece: what was its tail is none. Return its gap and turn."""
         runs = self._runs
-        if not runs.is_tail[run] or runs.kids[run]:
+        if not runs.is_tail[run] or runs.kids[run] or int(runs.kind[run]) % _HINT_KINDS // _PLACE_KINDS != _TAIL:
             return None, 1
         runs.is_tail[run] = False
         runs.kind[run] -= _TAIL * _PLACE_KINDS
