@@ -11,13 +11,14 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from kvstore.commands import replay_stacked
+from kvstore.commands import replay_size, replay_stacked
 from kvstore.commands.common import JsonOption, print_json, print_table
 from kvstore.commands.replay_plot import check_plot, plot_hit_ratios
 from kvstore.core.units import parse_size
 from policies import admission as admission_policies
 from policies.eviction.belady import Belady
 from policies.eviction.choice import NAMES, make
+from policies.profiles import MODELS
 from policies.replay import Accesses, MakePolicy, Replayed, accesses_of
 from policies.replay import replay as replay_accesses
 from policies.trace import read_trace
@@ -95,6 +96,18 @@ def replay(
             help=f"What is written to the SSD: one or several of {', '.join(admission_policies.NAMES)}, or all.",
         ),
     ] = "all",
+    size: Annotated[
+        bool, typer.Option("--size", help="Find how much RAM and SSD reach --target of what an infinite cache hits.")
+    ] = False,
+    target: Annotated[
+        float, typer.Option("--target", metavar="SHARE", min=0.01, max=1.0, help="Of --size: of an infinite cache.")
+    ] = 0.9,
+    ram_share: Annotated[
+        float, typer.Option("--ram-share", metavar="SHARE", min=0.01, max=1.0, help="Of --size: of hits, out of RAM.")
+    ] = 0.5,
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME", help=f"Of --size, for bytes: one of {', '.join(MODELS)}.")
+    ] = "",
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also draw hit ratio over capacity into a PNG file.")
     ] = None,
@@ -110,6 +123,11 @@ def replay(
         plot or hints != "none" or capacity_fraction or capacity_blocks or capacity_bytes
     ):
         raise typer.BadParameter("goes with --policy, --admission and --block-tokens only", param_hint="--ssd-blocks")
+    if size and (ssd_blocks or plot or hints != "none" or capacity_fraction or capacity_blocks or capacity_bytes):
+        raise typer.BadParameter(
+            "goes with --policy, --target, --ram-share, --model, --block-bytes and --block-tokens only",
+            param_hint="--size",
+        )
     if hints not in _HINTS:
         raise typer.BadParameter(f"{hints!r} is none of {', '.join(_HINTS)}", param_hint="--hints")
     if plot is not None:
@@ -121,6 +139,13 @@ def replay(
             print_json(stacked[0] if len(stacked) == 1 else stacked)
         else:
             print_table(replay_stacked.COLUMNS, [replay_stacked.cells(row) for row in stacked])
+        return
+    if size:
+        sized = replay_size.run(trace, read, policy, target, ram_share, model, block_bytes)
+        if json:
+            print_json(sized)
+        else:
+            print_table(replay_size.COLUMNS, replay_size.table(sized))
         return
     capacities = _capacities(read, capacity_fraction or [], capacity_blocks or [], capacity_bytes or [], block_bytes)
     infinite = replay_accesses(read, read.num_blocks, _maker("fifo")).token_hit_ratio

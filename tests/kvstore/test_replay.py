@@ -157,3 +157,46 @@ def test_ram_and_ssd_together_say_what_is_written_for_which_hits(run: Run, trace
     assert code != 0 and "learned" in error
     code, _, error = run(str(trace), "--ssd-blocks", "8", "--capacity-blocks", "3")
     assert code != 0 and "--ssd-blocks" in error
+
+
+def test_size_finds_how_much_ram_and_ssd_a_trace_needs(run: Run, trace: Path) -> None:
+    """The 5 blocks that hit need room for all 8 under LRU; 40% of them, two, need room for one."""
+    code, out, _ = run(
+        str(trace),
+        "--size",
+        "--policy",
+        "lru",
+        "--target",
+        "1",
+        "--ram-share",
+        "0.4",
+        "--model",
+        "llama-3.1-8b",
+        "--json",
+    )
+    assert code == 0
+    printed = json.loads(out)
+    assert (printed["ssd_blocks"], printed["ram_blocks"]) == (8, 1)
+    assert printed["token_hit_ratio"] == printed["infinite_token_hit_ratio"]
+    assert printed["block_bytes"] == 512 * 128 * 1024
+    assert printed["ssd_bytes"] == 8 * printed["block_bytes"]
+
+
+def test_size_without_a_model_counts_blocks(run: Run, trace: Path) -> None:
+    code, out, _ = run(str(trace), "--size")
+    assert code == 0
+    assert "SSD behind it" in out and "GiB" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--size", "--model", "gpt"), "'gpt' is none of Llama"),
+        (("--size", "--policy", "belady"), "goes with one of lru"),
+        (("--size", "--capacity-blocks", "4"), "goes with --policy, --target"),
+    ],
+)
+def test_size_refuses_what_it_cannot_answer(run: Run, trace: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    code, _, err = run(str(trace), *arguments)
+    assert code == 2
+    assert complaint in " ".join(err.replace("│", " ").split())
