@@ -43,6 +43,7 @@ class StatsCollector:
         yield from _sessions(_section(self._snapshot, "sessions"))
         yield from _store(_section(self._snapshot, "store"))
         yield from _bucket(_section(_section(_section(self._snapshot, "tiers"), "s3"), "bucket"))
+        yield from _keeping(self._snapshot)
         asked = _section(self._snapshot, "discovery")
         yield _by_label("kvstore_discovery", "Asking the bucket for what is not known here.", "kind", asked)
 
@@ -123,6 +124,26 @@ def _store(store: Snapshot) -> Iterator[Metric]:
     yield from _counter("kvstore_stored_blocks", "Blocks that engines stored and that became readable.", stored)
     refused = _section(store, "refused")
     yield _by_label("kvstore_refused_blocks", "Blocks that were not stored, by reason.", "reason", refused)
+
+
+def _keeping(snapshot: Snapshot) -> Iterator[Metric]:
+    prefetch, pins = _section(snapshot, "prefetch"), _section(snapshot, "pins")
+    blocks = {name.removesuffix("_blocks"): value for name, value in prefetch.items() if name.endswith("_blocks")}
+    yield _by_label("kvstore_prefetched_blocks", "Blocks to be in RAM before a return.", "result", blocks)
+    yield from _gauge("kvstore_prefetch_held_bytes", "In RAM for who has not come yet.", prefetch.get("held_bytes"))
+    pinned = GaugeMetricFamily("kvstore_pinned_bytes", "Bytes that users have pinned.", labels=["tier"])
+    for tier in ("ram", "ssd"):
+        if f"{tier}_bytes" in pins:
+            pinned.add_metric([tier], pins[f"{tier}_bytes"])
+    yield pinned
+    yield from _counter("kvstore_refused_pins", "Pins for which there was no budget.", pins.get("refused"))
+    decided = CounterMetricFamily(
+        "kvstore_admission_blocks", "Blocks by what the tier's admission decided.", labels=["tier", "decision"]
+    )
+    for tier, values in _section(snapshot, "tiers").items():
+        for name, value in _section(values, "admission").items():
+            decided.add_metric([tier, name], value)
+    yield decided
 
 
 def _bucket(bucket: Snapshot) -> Iterator[Metric]:

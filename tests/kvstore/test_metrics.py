@@ -45,6 +45,11 @@ def test_every_number_of_the_snapshot_becomes_a_sample() -> None:
     assert value(found, "kvstore_bucket_bytes") == 7 << 20
     assert value(found, "kvstore_bucket_deleted_total", reason="orphan_blocks") == 3
     assert value(found, "kvstore_discovery_total", kind="found_blocks") == 4
+    assert value(found, "kvstore_prefetched_blocks_total", result="useful") == 7
+    assert value(found, "kvstore_prefetch_held_bytes") == 4096
+    assert value(found, "kvstore_pinned_bytes", tier="ssd") == 16384
+    assert value(found, "kvstore_refused_pins_total") == 3
+    assert value(found, "kvstore_admission_blocks_total", tier="s3", decision="refused") == 6
 
 
 def test_the_manual_lists_exactly_these_metrics() -> None:

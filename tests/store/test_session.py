@@ -12,9 +12,10 @@ from kvstore import wire
 from kvstore.config import SessionsConfig
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import join_keys
+from kvstore.core.outcome import TierKind
 from kvstore.store.engines import Engine
 from tests.support.chats import Prefix
-from tests.support.rig import Rig
+from tests.support.rig import Rig, memory
 from tests.support.sessions import NAMESPACE, get, ids, put, view
 
 MakeRig = Callable[..., Rig]
@@ -233,3 +234,20 @@ def test_a_record_that_makes_no_sense_counts_as_missing(changes: dict[str, Any])
 def test_records_of_different_sessions_have_different_names() -> None:
     keys = [("", b"a", "b"), ("a", b"", "b"), ("ab", b"", ""), ("", b"ab", ""), ("", b"", "ab")]
     assert len({records.record_name(key) for key in keys}) == len(keys)
+
+
+def test_an_order_to_evict_may_name_a_session_and_leaves_the_others_alone(make_rig: MakeRig) -> None:
+    rig = make_rig(ssd=memory(TierKind.SSD))
+    engine = rig.attach(NAMESPACE)
+    for session_id, seed in (("a", 1), ("b", 2)):
+        rig.put(engine, NAMESPACE, Prefix(NAMESPACE, seed, 2).keys)
+        rig.store.session_put(engine, put(2, session_id=session_id, seed=seed))
+    rig.settle()
+    replies: list[wire.Message] = []
+    rig.store.evict(wire.Evict(["ram"], session_id="a"), replies.append)
+    assert replies == [wire.Evicted({"ram": 2}, {"ram": 0})]
+    assert rig.lookup(engine, Prefix(NAMESPACE, 1, 2).keys) == [TierKind.SSD] * 2
+    assert rig.lookup(engine, Prefix(NAMESPACE, 2, 2).keys) == [TierKind.RAM] * 2
+    with pytest.raises(ProtocolError, match="no session"):
+        rig.store.evict(wire.Evict(["ram"], session_id="nobody"), replies.append)
+    rig.check()

@@ -23,6 +23,7 @@ SNAPSHOT: dict[str, Any] = {
         },
         "s3": {
             "state": "down",
+            "admission": {"admitted": 5, "refused": 6},
             "reason": "no route to the bucket",
             "blocks": 0,
             "used_bytes": 0,
@@ -58,6 +59,8 @@ SNAPSHOT: dict[str, Any] = {
     },
     "errors": {"corrupt": 2},
     "sessions": {"count": 2, "pinned": 1, "durable": {"none": 0, "ssd": 2, "s3": 0}},
+    "prefetch": {"predicted": 2, "begun_blocks": 9, "useful_blocks": 7, "wasted_blocks": 2, "held_bytes": 4096},
+    "pins": {"owners": 1, "refused": 3, "ram_bytes": 8192, "ssd_bytes": 16384},
     "discovery": {"unknown_lookups": 9, "found_blocks": 4},
     "store": {"blocks_stored": 12, "refused": {"full": 1}},
 }
