@@ -78,7 +78,7 @@ class Keeping:
         now_s = self._clock()
         if request.ttl_s:
             # Before anything is done, since who is refused counts on nothing.
-            self._check_ttl(request.keys)
+            self._make_room_for_ttl(request.keys, now_s + request.ttl_s)
         if request.pin_s is not None:
             owner = (engine.incarnation, request.pin_name)
             if request.pin_s:
@@ -144,9 +144,19 @@ class Keeping:
         gaps = np.flatnonzero(~goes_on)
         return ids[: int(gaps[0])] if len(gaps) else ids
 
-    def _check_ttl(self, keys: bytes) -> None:
-        if len(self._timed) >= _MAX_TIMED or self._timed_bytes + len(keys) > _MAX_TIMED_BYTES:
-            raise ProtocolError(ErrorCode.BUSY, f"{_MAX_TIMED} prefixes have a time to live of their own already")
+    def _make_room_for_ttl(self, keys: bytes, ends_at_s: float) -> None:
+        """Forget those that would end last, which then go as any others do: who names a year must not keep out who
+        names a minute. Raises ProtocolError (busy) where this one would end last."""
+        if self._has_room_for_ttl(keys):
+            return
+        self._timed.sort()  # which is a heap, too
+        while not self._has_room_for_ttl(keys):
+            if self._timed[-1][0] <= ends_at_s:
+                raise ProtocolError(ErrorCode.BUSY, f"{_MAX_TIMED} prefixes have a time to live of their own already")
+            self._timed_bytes -= len(self._timed.pop()[3])
+
+    def _has_room_for_ttl(self, keys: bytes) -> bool:
+        return len(self._timed) < _MAX_TIMED and self._timed_bytes + len(keys) <= _MAX_TIMED_BYTES
 
     def _remember_ttl(self, namespace: int, keys: bytes, ends_at_s: float) -> None:
         self._num_timed += 1

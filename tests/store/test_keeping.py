@@ -11,7 +11,7 @@ from kvstore.config import RamConfig, SessionsConfig, SsdConfig
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import join_keys
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import pins
+from kvstore.store import keeping, pins
 from kvstore.store.engines import Engine
 from policies.eviction.choice import NAMES
 from tests.support.chats import Prefix
@@ -339,3 +339,21 @@ def test_pinned_sessions_leave_room_for_others_however_small_they_are(make_rig: 
     assert pin(rig, "a", False) == wire.Done()
     assert pin(rig, "other-4") == wire.Done()
     rig.check()
+
+
+def test_long_times_to_live_do_not_keep_out_short_ones(
+    rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who named a year for as many prefixes as are remembered had all other times to live refused for that year."""
+    monkeypatch.setattr(keeping, "_MAX_TIMED", 3)
+    rig.put(engine, NAMESPACE, A.keys)
+    rig.clock.now += 1.0
+    rig.put(engine, NAMESPACE, B.keys)
+    for _ in range(3):
+        rig.store.hint(engine, wire.Hint(join_keys(A.keys), ttl_s=365 * 86400.0))
+    rig.store.hint(engine, wire.Hint(join_keys(B.keys), ttl_s=60.0))
+    with pytest.raises(ProtocolError, match="time to live"):
+        rig.store.hint(engine, wire.Hint(join_keys(A.keys), ttl_s=366 * 86400.0))
+    rig.settle(seconds=70.0)
+    assert who_stays(rig, engine) == (4, 1)
+    assert rig.store.keeping._timed_bytes == sum(len(one[3]) for one in rig.store.keeping._timed)
