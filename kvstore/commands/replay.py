@@ -19,7 +19,7 @@ from policies import admission as admission_policies
 from policies.eviction.belady import Belady
 from policies.eviction.choice import NAMES, make
 from policies.profiles import MODELS
-from policies.replay import Accesses, MakePolicy, Replayed, accesses_of
+from policies.replay import Accesses, MakePolicy, Replayed, accesses_of, infinite_hit_ratio
 from policies.replay import replay as replay_accesses
 from policies.trace import read_trace
 
@@ -148,7 +148,7 @@ def replay(
             print_table(replay_size.COLUMNS, replay_size.table(sized))
         return
     capacities = _capacities(read, capacity_fraction or [], capacity_blocks or [], capacity_bytes or [], block_bytes)
-    infinite = replay_accesses(read, read.num_blocks, _maker("fifo")).token_hit_ratio
+    infinite = infinite_hit_ratio(read)
     rows = []
     todo = [(name, capacity) for name in names for capacity in capacities]
     for name, capacity in track(todo, "replaying", console=Console(stderr=True), transient=True, disable=len(todo) < 2):

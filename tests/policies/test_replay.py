@@ -135,3 +135,8 @@ def test_published_traces_give_the_known_hit_ratios(name: str, policy: str, perc
     for share, percent in zip((0.01, 0.03, 0.1, 0.3), percents, strict=True):
         capacity = int(share * accesses.num_blocks)
         assert 100 * replay(accesses, capacity, maker(policy)).token_hit_ratio == pytest.approx(percent, abs=0.2)
+
+
+def test_an_infinite_tier_hits_what_one_hits_that_has_room_for_all() -> None:
+    accesses = chats(30)
+    assert infinite_hit_ratio(accesses) == replay(accesses, accesses.num_blocks, maker("fifo")).token_hit_ratio
