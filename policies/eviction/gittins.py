@@ -3,7 +3,8 @@
 Blocks fall into classes by the request that used them last:
 
     hint    what the client said of the session
-    tail    the last block of the request, or not: a partial one is another when the prompt goes on
+    place   a session's own; the last block of the request, which is another when the prompt goes on; or shared, which
+            means continued in more than one way: then only how often, and its own gap, count
     new     how many blocks the request had that were never seen before; a long one often comes once
     gap     how long ago its prefix was used before
     turn    how often its prefix had been continued

@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Runs:
-    """4 bytes a block and 42 a run. Columns go by run; those of what a policy knows are for it to write.
+    """4 bytes a block and 58 a run. Columns go by run; those of what a policy knows are for it to write.
 
     `at` says in which run a block is, or NONE. `kids` counts runs that continue a run. What is not a run any more has
     `length` 0, and its number is given out again.
