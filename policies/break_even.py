@@ -6,14 +6,14 @@ from kvstore.core.outcome import TierKind
 from policies.cost import LoadCost, PrefillCost
 from policies.interval import Question, compare
 
-_MAX_BLOCKS: Final = 1 << 14
+MAX_BLOCKS: Final = 1 << 14
 
 
 def break_even_tokens(
     prefill: PrefillCost, load: LoadCost, block_tokens: int, block_bytes: int, new_tokens: int
 ) -> int | None:
     """Return the shortest prefix, in whole blocks, that is loaded faster than computed, `new_tokens` behind it in both
-    cases; None where that is none of up to 16,384 blocks.
+    cases; None where that is none of up to `MAX_BLOCKS` blocks: a longer one may still be.
 
     What loading takes longer than computing is concave in the length, since prefill grows with its square: once it is
     below zero it stays there.
@@ -25,9 +25,9 @@ def break_even_tokens(
         plans = compare(question, prefill, {TierKind.SSD: load})
         return plans.load_all.seconds < plans.recompute_all.seconds
 
-    if not pays(_MAX_BLOCKS):
+    if not pays(MAX_BLOCKS):
         return None
-    low, high = 0, _MAX_BLOCKS
+    low, high = 0, MAX_BLOCKS
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)

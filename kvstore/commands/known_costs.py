@@ -41,6 +41,8 @@ def known(name: str, folder: Path) -> Known:
 def _file(name: str, folder: Path) -> Path:
     if name and Path(name).is_file():
         return Path(name)
+    if name.startswith(("/", "./", "../", "~")):
+        raise ConfigError(f"no profile {name}: there is no such file")
     saved = saved_profile.saved_in(folder)
     matching = [path for path in saved if name.lower() in path.name.lower()]
     if not matching:

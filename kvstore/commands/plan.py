@@ -12,7 +12,7 @@ from kvstore.commands.common import JsonOption, print_json, print_table
 from kvstore.commands.known_costs import Known, known
 from kvstore.core.outcome import TierKind
 from kvstore.core.units import approximate_size, parse_duration, parse_size
-from policies.break_even import break_even_tokens
+from policies.break_even import MAX_BLOCKS, break_even_tokens
 from policies.cost import LoadCost
 from policies.interval import Comparison, Interval, Question, compare
 from policies.saved_profile import default_folder
@@ -46,13 +46,20 @@ def plan(
         Path | None, typer.Option("--profile-dir", metavar="DIR", help="Where profiles are kept.")
     ] = None,
     latency: Annotated[
-        list[str] | None, typer.Option("--latency", metavar="TIER:TIME", help="Not the profile's; repeatable.")
+        list[str] | None,
+        typer.Option("--latency", metavar="TIER:TIME", help="Instead of the profile's, as s3:40ms; repeatable."),
     ] = None,
     bandwidth: Annotated[
-        list[str] | None, typer.Option("--bandwidth", metavar="TIER:SIZE", help="Bytes per second, likewise.")
+        list[str] | None,
+        typer.Option(
+            "--bandwidth", metavar="TIER:SIZE", help="Bytes a second instead of the profile's, as s3:3GB; repeatable."
+        ),
     ] = None,
     queue: Annotated[
-        list[str] | None, typer.Option("--queue", metavar="TIER:TIME", help="What stands in front of it; gpu, too.")
+        list[str] | None,
+        typer.Option(
+            "--queue", metavar="TIER:TIME", help="Others' work in front of a tier or of gpu, as gpu:0.5s; repeatable."
+        ),
     ] = None,
     price: Annotated[float, typer.Option("--price", min=0.0, help="Seconds of waiting a GPU second is worth.")] = 0.0,
     block_tokens: Annotated[
@@ -83,10 +90,12 @@ def plan(
         print_json(_as_json(costs, question, found, loads, even))
         return
     typer.echo(f"{costs.name}: {cached_tokens} cached and {new} new tokens, {_where(parts)}")
+    if not tiers:
+        typer.echo(f"no whole block of {stride} tokens is cached, and less is never stored: all is computed")
     print_table(_COLUMNS, [_row(name, each, question, found) for name, each in _plans(found).items()])
     typer.echo(f"chosen: {_name_of(found)}, {found.best.seconds:.3f} s")
     for kind, load in loads.items():
-        typer.echo(_even(kind.label, load, even[kind.label]))
+        typer.echo(_even(kind.label, load, even[kind.label], MAX_BLOCKS * stride))
 
 
 def _parts(texts: list[str], prefix: int) -> list[tuple[TierKind, int]]:
@@ -164,7 +173,9 @@ def _plans(found: Comparison) -> dict[str, Interval]:
 def _name_of(found: Comparison) -> str:
     """Name the chosen plan by the simplest kind that it is of."""
     for name, each in _plans(found).items():
-        if (each.start, each.end) == (found.best.start, found.best.end):
+        # Where nothing is computed meanwhile it does not matter at which block.
+        both_load_all = each.start == each.end and found.best.start == found.best.end
+        if both_load_all or (each.start, each.end) == (found.best.start, found.best.end):
             return name
     return "best interval"
 
@@ -182,10 +193,10 @@ def _where(parts: list[tuple[TierKind, int]]) -> str:
     return ", ".join(f"{tokens} in {kind.label}" for kind, tokens in parts)
 
 
-def _even(label: str, load: LoadCost, tokens: int | None) -> str:
+def _even(label: str, load: LoadCost, tokens: int | None, max_tokens: int) -> str:
     rate = f"{1e3 * load.latency_s:.3g} ms and {approximate_size(1 / load.per_byte_s)}/s" if load.per_byte_s else "free"
-    when = "never faster than computing" if tokens is None else f"faster than computing from {tokens} tokens on"
-    return f"loading all from {label} ({rate}) is {when}"
+    when = f"from {tokens} tokens on" if tokens is not None else f"for no prefix of up to {max_tokens} tokens"
+    return f"loading all from {label} ({rate}) is faster than computing {when}"
 
 
 def _as_json(

@@ -66,6 +66,23 @@ def test_links_and_queues_can_be_given() -> None:
     assert busy["plans"]["recompute all"]["seconds"] > 5  # type: ignore[index]
 
 
+def test_a_plan_that_computes_nothing_meanwhile_is_called_load_all() -> None:
+    answer = planned("--prefix", "1000", "--tier", "s3", "--latency", "s3:1ms", "--bandwidth", "s3:50GB", *H100)
+    assert answer["seconds"] == answer["plans"]["load all"]["seconds"]  # type: ignore[index]
+    assert answer["chosen"] == "load all"
+
+
+def test_where_loading_does_not_pay_it_says_up_to_which_prefix_it_looked() -> None:
+    """H100s begin to gain at 182,624 tokens; with blocks of one token no more than 16,384 are looked at."""
+    ran = CliRunner().invoke(app, ["plan", "--prefix", "320", "--tier", "s3", "--block-tokens", "1", *H100])
+    assert ran.stdout.splitlines()[-1].endswith("faster than computing for no prefix of up to 16384 tokens")
+
+
+def test_a_prefix_that_fills_no_block_is_said_to_be_computed() -> None:
+    ran = CliRunner().invoke(app, ["plan", "--prefix", "10", "--tier", "ram", *H100])
+    assert ran.stdout.splitlines()[1].startswith("no whole block of 16 tokens is cached")
+
+
 def test_what_was_measured_here_is_found_by_part_of_its_name_or_as_the_newest(tmp_path: Path) -> None:
     path = save(tmp_path, SAVED)
     for name in ([], ["--profile", "small"], ["--profile", str(path)]):
@@ -104,5 +121,7 @@ def test_a_tier_that_was_not_measured_and_a_profile_that_is_not_there_say_what_t
     ran = CliRunner().invoke(app, ["plan", "--tier", "s3", "--profile", "large", *here])
     assert isinstance(ran.exception, ConfigError)
     assert "Small" in str(ran.exception) and "H100" in str(ran.exception)
+    ran = CliRunner().invoke(app, ["plan", "--tier", "s3", "--profile", f"{tmp_path}/not-here.json", *here])
+    assert str(ran.exception) == f"no profile {tmp_path}/not-here.json: there is no such file"
     save(tmp_path, msgspec.structs.replace(SAVED, step=None))
     assert isinstance(CliRunner().invoke(app, ["plan", "--tier", "s3", *here]).exception, ConfigError)
