@@ -29,6 +29,8 @@ _FRACTIONS: Final = ("0.01", "0.03", "0.1", "0.3")
 _HINTS: Final = ("none", "returns")
 _COLUMNS: Final = ("policy", "capacity", "of unique", "token hits", "of infinite", "inserted", "evicted")
 _MAX_TOKENS: Final = 2**31
+_TARGET: Final = 0.9
+_RAM_SHARE: Final = 0.5
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -54,8 +56,9 @@ class Row(msgspec.Struct, frozen=True):
 def replay(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Requests in Mooncake's JSONL format.")],
     policy: Annotated[
-        str, typer.Option("--policy", metavar="NAMES", help=f"One or several of {', '.join(POLICIES)}, or all.")
-    ] = "all",
+        list[str] | None,
+        typer.Option("--policy", metavar="NAMES", help=f"One or several of {', '.join(POLICIES)}; default: all."),
+    ] = None,
     capacity_fraction: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,22 +92,22 @@ def replay(
         typer.Option("--ssd-blocks", metavar="N", min=0, help="Replay RAM and SSD together; this is the SSD's room."),
     ] = 0,
     admission: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
             "--admission",
             metavar="NAMES",
-            help=f"What is written to the SSD: one or several of {', '.join(admission_policies.NAMES)}, or all.",
+            help=f"What is written to the SSD: one or several of {', '.join(admission_policies.NAMES)}; default: all.",
         ),
-    ] = "all",
+    ] = None,
     size: Annotated[
         bool, typer.Option("--size", help="Find how much RAM and SSD reach --target of what an infinite cache hits.")
     ] = False,
     target: Annotated[
         float, typer.Option("--target", metavar="SHARE", min=0.01, max=1.0, help="Of --size: of an infinite cache.")
-    ] = 0.9,
+    ] = _TARGET,
     ram_share: Annotated[
         float, typer.Option("--ram-share", metavar="SHARE", min=0.01, max=1.0, help="Of --size: of hits, out of RAM.")
-    ] = 0.5,
+    ] = _RAM_SHARE,
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help=f"Of --size, for bytes: one of {', '.join(MODELS)}.")
     ] = "",
@@ -118,33 +121,41 @@ def replay(
     Without a capacity: 1, 3, 10 and 30% of the unique blocks. belady knows the trace's future: no policy can do better.
     --json prints one object, or a list of them where there are several policies or capacities.
     """
-    names = _policies(policy)
+    policies, admissions = ",".join(policy or ["all"]), ",".join(admission or ["all"])
+    names = _policies(policies)
     if (ssd_blocks or ram_blocks) and (
         plot or hints != "none" or capacity_fraction or capacity_blocks or capacity_bytes
     ):
         raise typer.BadParameter("goes with --policy, --admission and --block-tokens only", param_hint="--ssd-blocks")
-    if size and (ssd_blocks or plot or hints != "none" or capacity_fraction or capacity_blocks or capacity_bytes):
+    if size and (
+        ssd_blocks or ram_blocks or plot or hints != "none" or capacity_fraction or capacity_blocks or capacity_bytes
+    ):
         raise typer.BadParameter(
             "goes with --policy, --target, --ram-share, --model, --block-bytes and --block-tokens only",
             param_hint="--size",
         )
+    if not size and (model or (target, ram_share) != (_TARGET, _RAM_SHARE)):
+        raise typer.BadParameter("goes with --size only, as --target and --ram-share do", param_hint="--model")
+    if admission and not (ssd_blocks or ram_blocks):
+        raise typer.BadParameter("needs --ssd-blocks, the room of the SSD", param_hint="--admission")
     if hints not in _HINTS:
-        raise typer.BadParameter(f"{hints!r} is none of {', '.join(_HINTS)}", param_hint="--hints")
+        raise typer.BadParameter(f"{hints!r} is neither 'none' nor 'returns'", param_hint="--hints")
     if plot is not None:
         check_plot(plot)
     read = accesses_of(read_trace(trace, block_tokens=block_tokens or None))
     if ssd_blocks or ram_blocks:
-        stacked = replay_stacked.run(trace, read, policy, admission, ram_blocks, ssd_blocks)
+        stacked = replay_stacked.run(trace, read, policies, admissions, ram_blocks, ssd_blocks)
         if json:
             print_json(stacked[0] if len(stacked) == 1 else stacked)
         else:
             print_table(replay_stacked.COLUMNS, [replay_stacked.cells(row) for row in stacked])
         return
     if size:
-        sized = replay_size.run(trace, read, policy, target, ram_share, model, block_bytes)
+        sized = replay_size.run(trace, read, policies, target, ram_share, model, block_bytes)
         if json:
             print_json(sized)
         else:
+            typer.echo(f"{100 * target:g}% of what an infinite cache hits, with {sized.policy}:")
             print_table(replay_size.COLUMNS, replay_size.table(sized))
         return
     capacities = _capacities(read, capacity_fraction or [], capacity_blocks or [], capacity_bytes or [], block_bytes)

@@ -38,7 +38,7 @@ def simulate(
     s3_latency: Annotated[str, typer.Option("--s3-latency", metavar="TIME", help="Until the first byte.")] = "100ms",
     strategy: Annotated[
         list[str] | None,
-        typer.Option("--strategy", metavar="NAME", help=f"Some of {', '.join(STRATEGIES)}; default: all."),
+        typer.Option("--strategy", metavar="NAMES", help=f"One or several of {', '.join(STRATEGIES)}; default: all."),
     ] = None,
     price: Annotated[
         float | None,
@@ -78,10 +78,11 @@ def simulate(
 
 
 def _strategies(names: list[str] | None) -> list[Strategy]:
-    for name in names or ():
+    wanted = [name.strip() for text in names or () for name in text.split(",")]
+    for name in wanted:
         if name not in STRATEGIES:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(STRATEGIES)}", param_hint="--strategy")
-    return [name for name in STRATEGIES if not names or name in names]
+    return [name for name in STRATEGIES if not wanted or name in wanted]
 
 
 def _run(trace: Trace, rate: float, setting: Setting, strategies: list[Strategy]) -> dict[Strategy, Report]:

@@ -77,6 +77,13 @@ def test_without_json_it_prints_a_table(run: Run, trace: Path) -> None:
     ]
 
 
+def test_several_policies_are_named_in_one_option_or_in_several(run: Run, trace: Path) -> None:
+    for options in (["--policy", "lru,arc"], ["--policy", "lru", "--policy", "arc"]):
+        code, out, _ = run(str(trace), "--capacity-blocks", "5", "--json", *options)
+        assert code == 0
+        assert [row["policy"] for row in json.loads(out)] == ["lru", "arc"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -90,6 +97,9 @@ def test_without_json_it_prints_a_table(run: Run, trace: Path) -> None:
         (["--capacity-bytes", "1GiB", "--block-bytes", "0"], "bytes of a block"),
         (["--capacity-bytes", "1G", "--block-bytes", "1MiB"], "no size"),
         (["--block-tokens", "100"], "do not fit blocks of 100 tokens"),
+        (["--target", "0.5"], "goes with --size only"),
+        (["--model", "Llama-3.1-8B"], "goes with --size only"),
+        (["--admission", "learned"], "needs --ssd-blocks"),
         (["--plot", "plot.svg"], "should end in .png"),
         (["--plot", "/nowhere/at/all/plot.png"], "there is no folder"),
     ],
@@ -137,7 +147,7 @@ def test_a_hint_that_a_session_returns_keeps_it(run: Run, trace: Path, hints: st
 def test_unknown_hints_are_refused(run: Run, trace: Path) -> None:
     code, _, err = run(str(trace), "--hints", "all")
     assert code == 2
-    assert "'all' is none of none, returns" in err
+    assert "'all' is neither 'none' nor 'returns'" in err
 
 
 def test_ram_and_ssd_together_say_what_is_written_for_which_hits(run: Run, trace: Path) -> None:
@@ -151,6 +161,8 @@ def test_ram_and_ssd_together_say_what_is_written_for_which_hits(run: Run, trace
     assert [(row["policy"], row["admission"]) for row in json.loads(out)] == [
         (policy, admission) for policy in ("lru", "arc") for admission in ("always", "second_touch", "learned")
     ]
+    code, out, _ = run(str(trace), "--ssd-blocks", "8", "--admission", "always", "--admission", "learned", "--json")
+    assert [row["admission"] for row in json.loads(out)] == ["always", "learned"]
     code, out, _ = run(str(trace), "--ssd-blocks", "8")
     assert code == 0 and "second_touch" in out
     code, _, error = run(str(trace), "--ssd-blocks", "8", "--admission", "sometimes")
@@ -186,6 +198,7 @@ def test_size_without_a_model_counts_blocks(run: Run, trace: Path) -> None:
     code, out, _ = run(str(trace), "--size")
     assert code == 0
     assert "SSD behind it" in out and "GiB" not in out
+    assert out.startswith("90% of what an infinite cache hits, with gittins:")
 
 
 @pytest.mark.parametrize(
@@ -193,6 +206,7 @@ def test_size_without_a_model_counts_blocks(run: Run, trace: Path) -> None:
     [
         (("--size", "--model", "gpt"), "'gpt' is none of Llama"),
         (("--size", "--policy", "belady"), "goes with one of lru"),
+        (("--size", "--ram-blocks", "4"), "goes with --policy, --target"),
         (("--size", "--capacity-blocks", "4"), "goes with --policy, --target"),
     ],
 )

@@ -33,6 +33,8 @@ def test_json_has_the_figures_and_what_they_follow_from(trace: Path) -> None:
     options = ["--strategy", "ours", "--strategy", "recompute", "--rate", "2", "--s3-latency", "40ms", "--json"]
     ran = CliRunner().invoke(app, ["simulate", str(trace), *options])
     answer = json.loads(ran.stdout)
+    at_once = CliRunner().invoke(app, ["simulate", str(trace), "--strategy", "ours,recompute", *options[4:]])
+    assert json.loads(at_once.stdout) == answer
     assert list(answer["strategies"]) == ["recompute", "ours"]
     figures = answer["strategies"]["ours"]
     assert 0 < figures["ttft_p50_s"] <= figures["ttft_p90_s"] <= figures["ttft_p99_s"]
