@@ -34,7 +34,8 @@ def explain(
 
     Shows where the prompt's blocks lay, which plans were compared with their predicted seconds, what was chosen and
     why, what happened, and the regret: how much sooner the first token would have come by the best plan, with what is
-    known now. Without REQUEST the last requests as a table, in seconds. The daemon knows the last 1,000 since it began.
+    known now. Without REQUEST the last requests as a table, in seconds: predicted and real from the decision on,
+    ttft from the arrival. The daemon knows the last 1,000 since it began.
     """
     client = connect(run_dir, config)
     try:

@@ -1,4 +1,4 @@
-"""`kvstore sessions`: list, show, pin, unpin and delete chat sessions."""
+"""`kvstore sessions`: list, show, pin, unpin, prefetch and delete chat sessions."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.wire import ErrorCode, SessionView
 
 app = typer.Typer(
-    help="List, show, pin and delete chat sessions.",
+    help="List, show, pin, prefetch and delete chat sessions.",
     epilog="Example: kvstore sessions list",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -84,7 +84,10 @@ def show(
 def pin(
     session_ids: IdsArgument, tenant: TenantOption = "", run_dir: RunDirOption = None, config: ConfigOption = None
 ) -> None:
-    """Keep sessions beyond their time to live."""
+    """Keep sessions beyond their time to live, and their blocks in RAM and on SSD.
+
+    The blocks stay for sessions.pin_for after the last turn, as far as ram.pin_share and ssd.pin_share allow.
+    """
     _set_pinned(session_ids, True, tenant, run_dir, config)
 
 
