@@ -7,6 +7,7 @@ So that the step loop never waits for a socket. Whatever the daemon does, `open`
 queued, or it is refused with a reason.
 """
 
+import hashlib
 import logging
 import queue
 import threading
@@ -325,7 +326,7 @@ class Consult:
                 priority=keep.priority,
                 ttl_s=keep.ttl_s,
                 pin_s=None if keep.pin is None else _PIN_S if keep.pin else 0.0,
-                pin_name=request.keys[0].hex() if full else "",
+                pin_name=_pin_name(turn, request.prompt),
             )
         except (TierUnavailable, ProtocolError):
             self._faults.add("hint_refused")
@@ -375,6 +376,16 @@ class Consult:
             namespace = replace(self._namespace, tenant=tenant)
             self._namespaces[tenant] = (namespace, namespace.root())
         return self._namespaces[tenant]
+
+
+def _pin_name(turn: Turn, prompt: list[int]) -> str:
+    """Name the pin of a turn that is not saved: the session's, which its next such turn replaces, else the whole
+    prompt's. Request ids are random, so a client can only name what it pinned by asking the same again; and the last
+    block is not enough, since it may be where a common system prompt ends.
+    """
+    session_id = turn.session_id or turn.ask.session_id
+    named = f"session {session_id}" if session_id else f"prompt {prompt}"
+    return hashlib.sha256(named.encode()).hexdigest()
 
 
 def _nothing() -> None:

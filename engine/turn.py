@@ -24,7 +24,8 @@ class Refused(Exception):
 class Keep:
     """What the client says will become of the request's KV, for kvstore; as in `kvstore.wire.Hint`.
 
-    `pin` of a session: as `SessionPut.pin`; else for an hour, one pin of this engine for each.
+    `pin` of a session: as `SessionPut.pin`; else for an hour, one pin for each session
+    that is not saved, or whole prompt.
     """
 
     expect_followup: bool = False

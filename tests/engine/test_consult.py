@@ -401,6 +401,26 @@ def test_what_it_says_of_a_prompt_without_a_session_goes_with_the_blocks_of_the_
     assert len(store.hints) == 1, "who says nothing costs no message"
 
 
+def test_requests_with_the_same_beginning_do_not_replace_each_others_pins(store: FakeStore, desk: Desk) -> None:
+    """The pin had the name of the first block, and so all prompts behind one system prompt shared one pin."""
+
+    def pin_name(*said: str, pin: bool = True, **asked: Any) -> str:
+        turn = desk.open(*said, keep=Keep(pin=pin), **asked)
+        desk.consult.close(turn, [1], "x").result(10)
+        desk.settle()
+        return store.hints[-1].pin_name
+
+    system = list(range(8))
+    names = [pin_name(prompt=system + rest) for rest in ([], [1], [2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6])]
+    assert len(set(names)) == 5, "though some have the same whole blocks"
+    assert pin_name(prompt=[*system, 1], pin=False) == names[1], "who asks the same again can unpin it"
+    one = pin_name("hello there", session_id="one", save_session=False)
+    other = pin_name("hello there", session_id="other", save_session=False)
+    again = pin_name("something else", session_id="one", save_session=False)
+    assert one == again != other
+    assert all(len(hint.pin_name) <= 200 for hint in store.hints)
+
+
 def test_a_turn_that_cannot_be_pinned_is_recorded_all_the_same(store: FakeStore, desk: Desk) -> None:
     store.refuses_pins = True
     saved = desk.chat("chat", "hello there", keep=Keep(pin=True))
