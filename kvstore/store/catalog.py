@@ -179,8 +179,11 @@ class Catalog:
     def children_of(self, blocks: Ids, tier: TierKind) -> Ids:
         return self._columns.children[tier][blocks]
 
+    def namespace_of(self, block: int) -> int:
+        return int(self._columns.namespace[block])
+
     def size_bytes(self, block: int) -> int:
-        return self.namespaces[int(self._columns.namespace[block])].payload_bytes
+        return self.namespaces[self.namespace_of(block)].payload_bytes
 
     # ------------------------------------------------------------ changing
 

@@ -115,10 +115,9 @@ class Keeping:
         else:
             self.pins.release(session.key)
 
-    def check_pin(self, owner: SessionKey, keys: bytes, namespace: int) -> None:
-        """Raise ProtocolError (busy) where not all of these blocks can be pinned for the session."""
-        blocks = self._catalog.find_joined(keys, namespace)
-        self.pins.check(owner, blocks, self._catalog.namespaces[namespace].payload_bytes)
+    def check_pin(self, owner: SessionKey | None, keys: bytes, namespace: int) -> None:
+        """Raise ProtocolError (busy) where not all of these blocks can be pinned for the session; None: a new one."""
+        self.pins.check(owner, self._catalog.find_joined(keys, namespace), namespace)
 
     def removed(self, session: Session) -> None:
         self.pins.release(session.key)

@@ -9,7 +9,7 @@ kept (session_sync.py).
 
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -97,6 +97,8 @@ class SessionTable:
         self._on_removed = on_removed
         self._sessions: dict[SessionKey, Session] = {}
         self._pinned: set[SessionKey] = set()
+        # How many sessions each namespace has, and so each tenant.
+        self._num_by_namespace: Counter[bytes] = Counter()
         # Records in memory, coldest first; one whose text is nowhere else stays.
         self._cache: OrderedDict[SessionKey, SessionRecord] = OrderedDict()
         self._cached_bytes = 0
@@ -194,12 +196,13 @@ class SessionTable:
         known = self._sessions.get(key)
         if known is not None and not put.fork and self._has_recorded(known, put):
             return known, False
-        forked = put.fork or (known is not None and known.revision != put.revision)
-        session_id, base = (self.fork_id(key), None) if forked else (put.id, known)
+        base = self.base_of(put)
+        forked = put.fork or (known is not None and base is None)
+        session_id = self.fork_id(key) if forked else put.id
         if base is None:
             self._check_room()
         if put.pin and (base is None or not base.pinned):
-            self.check_may_pin()
+            self.check_may_pin(put.namespace)
         record = SessionRecord(
             id=session_id,
             tenant=put.tenant,
@@ -221,6 +224,13 @@ class SessionTable:
         session = self.adopt(record)
         self.mark_dirty(session.key)
         return session, forked
+
+    def base_of(self, put: SessionPut) -> Session | None:
+        """Return the session that the turn goes on in; None: it begins one, be it a fork."""
+        known = self._sessions.get((put.tenant, put.namespace, put.id))
+        if known is None or (not put.fork and self._has_recorded(known, put)):
+            return known
+        return None if put.fork or known.revision != put.revision else known
 
     def adopt(self, record: SessionRecord, ssd_revision: int | None = None) -> Session:
         """Enter a record as the newest of its session. `ssd_revision`: what of it is durable on SSD, where known."""
@@ -249,6 +259,7 @@ class SessionTable:
             self._catalog.add_session_refs(before.blocks, -1)
         if ssd_revision is not None:
             session.ssd_revision = ssd_revision
+        self._num_by_namespace[session.key[1]] += before is None
         self._sessions[session.key] = session
         if session.pinned:
             self._pinned.add(session.key)
@@ -258,11 +269,16 @@ class SessionTable:
         self._on_adopted(session)
         return session
 
-    def check_may_pin(self) -> None:
+    def check_may_pin(self, namespace: bytes) -> None:
         """Raise ProtocolError (busy) where one more pinned session would leave too little room for others: pinned ones
-        never make room, and those without a whole block cost nothing of what may be pinned."""
-        if len(self._pinned) >= max(1, self._max_sessions // _PINNED_SHARE):
+        never make room, and those without a whole block cost nothing of what may be pinned. Beside others a namespace,
+        and so a tenant, has half of them."""
+        may_be = max(1, self._max_sessions // _PINNED_SHARE)
+        if len(self._pinned) >= may_be:
             raise ProtocolError(ErrorCode.BUSY, f"not pinned: {len(self._pinned)} sessions are; unpin something")
+        mine = sum(key[1] == namespace for key in self._pinned)
+        if mine >= max(1, may_be // 2) and self._num_by_namespace.keys() - {namespace}:
+            raise ProtocolError(ErrorCode.BUSY, f"not pinned: {mine} sessions of this tenant are; unpin something")
 
     def mark_dirty(self, key: SessionKey) -> None:
         """Some tier lacks the newest state of this session."""
@@ -288,6 +304,9 @@ class SessionTable:
         """
         self._on_removed(session)
         del self._sessions[session.key]
+        self._num_by_namespace[session.key[1]] -= 1
+        if not self._num_by_namespace[session.key[1]]:
+            del self._num_by_namespace[session.key[1]]
         self._pinned.discard(session.key)
         self.dirty.pop(session.key, None)
         cached = self._cache.pop(session.key, None)

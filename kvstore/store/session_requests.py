@@ -157,10 +157,9 @@ class SessionRequests:
         if len(request.keys) > wire.MAX_KEYS * KEY_BYTES:
             raise ProtocolError(ErrorCode.BAD_REQUEST, f"a session has at most {wire.MAX_KEYS} blocks")
         check_session_hint(request)
-        key = (request.tenant, request.namespace, request.id)
-        known = self._table.get(key)
-        if request.pin and (known is None or not known.pinned):
-            self._keeping.check_pin(key, request.keys, namespace)
+        base = self._table.base_of(request)
+        if request.pin and (base is None or not base.pinned):
+            self._keeping.check_pin(None if base is None else base.key, request.keys, namespace)
         session, forked = self._table.put(request, info)
         self._keeping.recorded(session, request)
         return wire.SessionSaved(session.key[2], session.revision, forked)
@@ -181,7 +180,7 @@ class SessionRequests:
             current = self._table.get(found.session_key)
             if request.pinned and current is not None and not current.pinned:
                 try:
-                    self._table.check_may_pin()
+                    self._table.check_may_pin(current.key[1])
                     self._keeping.check_pin(current.key, found.keys, self._namespace_of(found))
                 except ProtocolError as error:
                     reply(wire.Error(error.code, str(error)))

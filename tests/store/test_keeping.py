@@ -14,7 +14,7 @@ from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import keeping, pins
 from kvstore.store.engines import Engine
 from policies.eviction.choice import NAMES
-from tests.support.chats import Prefix
+from tests.support.chats import Prefix, namespace
 from tests.support.rig import Rig, memory
 from tests.support.sessions import NAMESPACE, put
 
@@ -357,3 +357,117 @@ def test_long_times_to_live_do_not_keep_out_short_ones(
     rig.settle(seconds=70.0)
     assert who_stays(rig, engine) == (4, 1)
     assert rig.store.keeping._timed_bytes == sum(len(one[3]) for one in rig.store.keeping._timed)
+
+
+def test_a_fork_that_does_not_fit_is_refused_though_what_it_forks_from_is_pinned(rig: Rig, engine: Engine) -> None:
+    """It was taken for the pinned session itself: its head was pinned, and nobody was told of the rest."""
+    long = Prefix(NAMESPACE, 1, 6)
+    record(rig, engine, A, "a", pin=True)
+    for how in ({"fork": True}, {"revision": 7}):
+        with pytest.raises(ProtocolError, match="not pinned") as refused:
+            record(rig, engine, long, "a", pin=True, **how)
+        assert refused.value.code == wire.ErrorCode.BUSY
+    assert rig.stats()["pins"]["owners"] == 1
+    record(rig, engine, A, "a", pin=True, fork=True)
+    assert rig.stats()["pins"]["owners"] == 2, "what it shares costs nothing"
+    record(rig, engine, A, "a", 1, pin=True)
+    rig.check()
+
+
+# ---------------------------------------------------------------- pins of several tenants
+
+THEIRS = namespace(tenant="other")
+
+
+@pytest.fixture
+def large(make_rig: MakeRig) -> Rig:
+    """8 blocks may be pinned."""
+    return make_rig(
+        ram_bytes=16 * 8192,
+        ram_config=RamConfig(policy="lru", pin_share=0.5, high_watermark=1.0),
+        sessions=SessionsConfig(ttl_s=10_000.0, pin_for_s=500.0),
+    )
+
+
+def hold(rig: Rig, engine: Engine, prefix: Prefix, name: str, pin_s: float = 60.0) -> None:
+    rig.put(engine, prefix.namespace, prefix.keys)
+    rig.store.hint(engine, wire.Hint(join_keys(prefix.keys), pin_s=pin_s, pin_name=name))
+
+
+def pinned_of(rig: Rig, namespace_id: int) -> int:
+    """How many blocks of the namespace are pinned in RAM."""
+    return rig.store.keeping.pins._bytes[TierKind.RAM].get(namespace_id, 0) // 8192
+
+
+def test_a_tenant_that_pins_alone_may_use_all_and_gives_half_up_when_another_pins(large: Rig) -> None:
+    """One tenant could pin all that may be pinned, and every other was refused for as long as it went on."""
+    ours, theirs = large.attach(NAMESPACE), large.attach(THEIRS)
+    hold(large, ours, Prefix(NAMESPACE, 1, 5), "first")
+    hold(large, ours, Prefix(NAMESPACE, 2, 3), "second", 600.0)
+    assert pinned_of(large, ours.namespace) == 8
+    hold(large, theirs, Prefix(THEIRS, 3, 3), "x")
+    assert (pinned_of(large, ours.namespace), pinned_of(large, theirs.namespace)) == (5, 3), "no more than is needed"
+    hold(large, theirs, Prefix(THEIRS, 4, 1), "y")
+    assert (pinned_of(large, ours.namespace), pinned_of(large, theirs.namespace)) == (4, 4)
+    held = large.store.keeping.pins._pins
+    assert [held[ours.incarnation, name].num_held[TierKind.RAM] for name in ("first", "second")] == [1, 3]
+    with pytest.raises(ProtocolError, match="other tenants"):
+        hold(large, theirs, Prefix(THEIRS, 5, 1), "z")
+    with pytest.raises(ProtocolError, match="other tenants"):
+        hold(large, ours, Prefix(NAMESPACE, 6, 1), "third")
+    large.check()
+    for engine in (ours, theirs):
+        large.die(engine)
+    large.settle(seconds=1.0)
+    assert large.stats()["pins"] == {"owners": 0, "refused": 2, "ram_bytes": 0}
+    large.check()
+
+
+def test_what_two_pins_of_a_tenant_share_is_given_up_by_both(large: Rig) -> None:
+    ours, theirs = large.attach(NAMESPACE), large.attach(THEIRS)
+    for name in ("first", "second"):
+        hold(large, ours, Prefix(NAMESPACE, 1, 8), name)
+    hold(large, theirs, Prefix(THEIRS, 3, 4), "x")
+    assert (pinned_of(large, ours.namespace), pinned_of(large, theirs.namespace)) == (4, 4)
+    large.check()
+
+
+def test_a_session_of_another_tenant_is_pinned_in_its_half(large: Rig) -> None:
+    ours, theirs = large.attach(NAMESPACE), large.attach(THEIRS)
+    record(large, ours, Prefix(NAMESPACE, 1, 8), "a", pin=True)
+    chat = Prefix(THEIRS, 2, 5)
+    large.put(theirs, THEIRS, chat.keys)
+
+    def turn(num_blocks: int) -> wire.SessionPut:
+        prefix = Prefix(THEIRS, 2, num_blocks)
+        message = wire.ChatMessage("user", "", prefix.tokens)
+        return put(tenant="other", namespace=THEIRS.digest(), messages=[message], keys=join_keys(prefix.keys), pin=True)
+
+    with pytest.raises(ProtocolError, match="other tenants"):
+        large.store.session_put(theirs, turn(5))
+    assert pinned_of(large, ours.namespace) == 8, "who is refused takes nothing"
+    large.store.session_put(theirs, turn(4))
+    assert (pinned_of(large, ours.namespace), pinned_of(large, theirs.namespace)) == (4, 4)
+    record(large, ours, Prefix(NAMESPACE, 1, 8), "a", 1)
+    assert pinned_of(large, ours.namespace) == 4, "the head of the session that it was"
+    large.check()
+
+
+def test_beside_others_a_tenant_may_pin_half_of_the_sessions_that_may_be(make_rig: MakeRig) -> None:
+    rig = make_rig(sessions=SessionsConfig(max_sessions=8))
+    ours, theirs = rig.attach(NAMESPACE), rig.attach(THEIRS)
+
+    def turn(number: int, engine: Engine, **fields: Any) -> None:
+        rig.store.session_put(engine, put(0, session_id=f"chat-{number}", seed=number, **fields))
+
+    of_others = {"tenant": "other", "namespace": THEIRS.digest()}
+    turn(1, ours, pin=True)
+    turn(2, ours, pin=True)
+    turn(3, theirs, **of_others)
+    with pytest.raises(ProtocolError, match="2 sessions of this tenant"):
+        turn(4, ours, pin=True)
+    for number in (5, 6):
+        turn(number, theirs, pin=True, **of_others)
+    with pytest.raises(ProtocolError, match="4 sessions are"):
+        turn(7, theirs, pin=True, **of_others)
+    rig.check()
