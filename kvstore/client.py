@@ -329,10 +329,11 @@ class Client:
         """Return the sequence number that the replies will carry. Raises TierUnavailable."""
         return self._connection.send(attached.epoch, attached.incarnation, body)
 
-    def receive(self, attached: Attached, timeout_s: float) -> tuple[int, wire.Reply] | None:
-        """The next message of the stream that is open; None at the timeout."""
+    def receive(self, attached: Attached, timeout_s: float, asked: int) -> tuple[int, wire.Reply] | None:
+        """The next message of the stream that is open, which `asked` began; None at the timeout. Raises TierUnavailable
+        at once where its answers went with their connection, though another was made since."""
         try:
-            return self._connection.receive(timeout_s)
+            return self._connection.receive(timeout_s, asked)
         except TierUnavailable:
             self._lost(attached)
             raise

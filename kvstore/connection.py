@@ -17,6 +17,8 @@ from kvstore.frames import Inbox
 
 SOCKET_NAME = "control.sock"
 LOCK_NAME = "daemon.lock"
+# sockaddr_un.sun_path holds 108 bytes with its closing zero.
+_MAX_SOCKET_PATH_BYTES = 107
 # How long a silent daemon is left alone, and how long a message may take to go out whose answer nobody waits for.
 _LEAVE_ALONE_S = 0.5
 _SEND_DEADLINE_S = 0.2
@@ -34,6 +36,8 @@ class Connection:
         self._readable = select.poll()
         self._inbox = Inbox(wire.MAX_REPLY_BYTES)
         self._sequence = 0
+        # The first that went out on the present connection: older ones are answered no more.
+        self._oldest = 0
         self._silent_until = 0.0
         forking.watch(self)
 
@@ -43,7 +47,7 @@ class Connection:
         deadline = time.monotonic() + deadline_s
         sequence = self.send(epoch, incarnation, body, deadline_s)
         while True:
-            received = self.receive(deadline - time.monotonic())
+            received = self.receive(deadline - time.monotonic(), sequence)
             if received is None:
                 self._leave_alone()
                 raise TierUnavailable(f"the daemon did not answer within {deadline_s:g} s")
@@ -77,10 +81,13 @@ class Connection:
                 raise TierUnavailable(f"the daemon in {self._run_dir} is gone") from None
         return self._sequence
 
-    def receive(self, timeout_s: float) -> tuple[int, wire.Reply] | None:
+    def receive(self, timeout_s: float, asked: int) -> tuple[int, wire.Reply] | None:
         """Return (sequence, reply) of the next message, or None at the timeout. Raises TierUnavailable where the daemon
-        is gone, and ProtocolError where it sends what is no message."""
+        is gone, or the connection on which `asked` (a sequence number) went out, and ProtocolError where the daemon
+        sends what is no message."""
         deadline = time.monotonic() + timeout_s
+        if self._socket is not None and asked < self._oldest:
+            raise TierUnavailable("the connection has ended, and with it the answers; the daemon lives")
         while self._socket is not None:
             try:
                 message = self._inbox.next()
@@ -113,17 +120,28 @@ class Connection:
         self._drop()
 
     def _connect(self) -> None:
+        num_bytes = len(os.fsencode(self._address))
+        if num_bytes > _MAX_SOCKET_PATH_BYTES:
+            # The daemon may know its folder by a shorter name.
+            raise TierUnavailable(
+                f"the path of the daemon's socket has {num_bytes} bytes and may have {_MAX_SOCKET_PATH_BYTES}: "
+                f"name the run folder in a shorter way than {self._run_dir}"
+            )
         # The lock tells a daemon that is starting from none, and whose folder it is.
         if not daemon_lives(self._run_dir):
             raise TierUnavailable(f"no daemon runs in {self._run_dir}")
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise TierUnavailable(f"cannot make a socket: {error.strerror}") from None
         made.setblocking(False)
         try:
             made.connect(self._address)
-        except OSError:  # also where so many wait to be accepted that it would take time
+        except OSError as error:
             made.close()
-            raise TierUnavailable(f"the daemon in {self._run_dir} is starting, stopping or too busy") from None
+            raise TierUnavailable(f"the daemon in {self._run_dir} {_why_not_connected(error)}") from None
         self._socket = made
+        self._oldest = self._sequence
         self._inbox = Inbox(wire.MAX_REPLY_BYTES)
         self._readable = select.poll()
         self._readable.register(made, select.POLLIN)
@@ -160,6 +178,16 @@ class Connection:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _why_not_connected(error: OSError) -> str:
+    match error:
+        case BlockingIOError():
+            return "is too busy: as many as may wait for it to accept them do"
+        case FileNotFoundError() | ConnectionRefusedError():
+            return "is starting or stopping"
+        case _:
+            return f"cannot be reached: {error.strerror or error}"
 
 
 def refused_raises(reply: wire.Reply) -> wire.Reply:

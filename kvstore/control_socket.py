@@ -4,7 +4,8 @@ Covers: who may connect and how much of one's bytes is held. Does not cover: wha
 
 One listening unix socket and one connection per client thread. Whoever sends what is no message is told so and loses
 the connection; whoever does not read its answers is not listened to until it does, and loses the connection, too,
-where too much has gathered.
+where too much has gathered. Whoever closes its sending half has left: what was not sent to it yet is lost, and the
+pins of its fetches last (`store/fetch.py`).
 """
 
 import contextlib

@@ -39,7 +39,7 @@ class Channel(Protocol):
 
     def send(self, attached: Attached, body: wire.Message) -> int: ...
 
-    def receive(self, attached: Attached, timeout_s: float) -> tuple[int, wire.Reply] | None: ...
+    def receive(self, attached: Attached, timeout_s: float, asked: int) -> tuple[int, wire.Reply] | None: ...
 
     def refused(self, error: ProtocolError, attached: Attached) -> None: ...
 
@@ -112,7 +112,7 @@ class FetchStream:
         """Take in the next message of this fetch; None at the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
-            received = self._client.receive(self._attached, deadline - time.monotonic())
+            received = self._client.receive(self._attached, deadline - time.monotonic(), self._sequence)
             if received is None:
                 return None
             if received[0] == self._sequence:

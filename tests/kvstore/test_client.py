@@ -114,6 +114,23 @@ def test_waiting_for_blocks_is_not_cut_short_by_other_messages(daemon: FakeDaemo
     until(lambda: daemon.asked(wire.Release) == 2)
 
 
+def test_a_fetch_whose_connection_ended_fails_at_once_though_there_is_a_new_one(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    """Another message made the new connection, unnoticed, and the stream waited there for answers to its deadline."""
+    daemon.answer = lambda request: [wire.Done()] if isinstance(request, wire.Release) else [landed(), landed(0)]
+    with client.fetch(KEYS, 600.0) as stream:
+        assert [block.index for block in stream.landed(2.0)] == [0]
+        client._connection._drop()
+        stream.release_blocks([0])
+        with pytest.raises(TierUnavailable, match="connection has ended"):
+            stream.landed(600.0)
+    until(lambda: daemon.asked(wire.Release) == 2)
+    assert daemon.requests[-1] == wire.Release(9, None, 0), "its pins are released by the new one"
+    with client.fetch(KEYS, 5.0) as stream:
+        assert [block.index for block in stream.landed(2.0)] == [0]
+
+
 def test_leaving_a_fetch_before_anything_has_landed_gives_it_up(daemon: FakeDaemon, client: Client) -> None:
     daemon.answer = lambda request: [] if isinstance(request, wire.Release) else [landed()]
     with client.fetch(KEYS, 5.0):

@@ -1,11 +1,14 @@
 """Whom a client trusts, and how it notices that nobody is there."""
 
+import contextlib
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from kvstore.connection import LOCK_NAME, daemon_lives, lock
+from kvstore import wire
+from kvstore.connection import LOCK_NAME, SOCKET_NAME, Connection, daemon_lives, lock
 from kvstore.core.errors import TierUnavailable
 
 OTHER_USER = 12_345
@@ -37,3 +40,42 @@ def test_the_folder_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: 
         os.chown(tmp_path, OTHER_USER + 1, -1)
     with pytest.raises(TierUnavailable, match="another user"):
         daemon_lives(tmp_path)
+
+
+def ask(run_dir: Path) -> None:
+    with contextlib.closing(Connection(run_dir)) as connection:
+        connection.request(0, 0, wire.Ping(), 1.0)
+
+
+def test_a_path_that_no_socket_can_have_is_named_as_the_reason(tmp_path: Path) -> None:
+    """It was said that the daemon starts, stops or is too busy, and so one waited."""
+    real = tmp_path / "run"
+    real.mkdir()
+    alias = tmp_path / ("long" * 30)
+    alias.symlink_to(real)
+    descriptor = lock(real / LOCK_NAME)
+    try:
+        with pytest.raises(TierUnavailable, match="may have 107"):
+            ask(alias)
+    finally:
+        os.close(descriptor)
+
+
+def test_why_a_living_daemon_cannot_be_reached_is_said(tmp_path: Path) -> None:
+    descriptor = lock(tmp_path / LOCK_NAME)
+    try:
+        with pytest.raises(TierUnavailable, match="is starting or stopping"):
+            ask(tmp_path)
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+            listener.bind(str(tmp_path / SOCKET_NAME))
+            listener.listen(0)
+            with contextlib.closing(socket.socket(socket.AF_UNIX)) as first:
+                first.connect(str(tmp_path / SOCKET_NAME))
+                with pytest.raises(TierUnavailable, match="is too busy"):
+                    ask(tmp_path)
+        (tmp_path / SOCKET_NAME).unlink()
+        (tmp_path / SOCKET_NAME).symlink_to(SOCKET_NAME)
+        with pytest.raises(TierUnavailable, match="cannot be reached"):
+            ask(tmp_path)
+    finally:
+        os.close(descriptor)
