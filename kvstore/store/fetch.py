@@ -2,6 +2,12 @@
 
 Every block of a fetch is answered exactly once: OK with a slot, or the reason why not; at the deadline what is
 missing answers TIMED_OUT. Blocks that land in one turn of the control loop travel in one message.
+
+A connection that ends does not end its fetches. A client drops one after a silence of ours and goes on by another,
+while it still copies what had landed; whether it lives is said by its lock (engines.py), and a dead one's pins fall at
+once. To let them fall with the connection would be safe, since a reader looks at the generation after its copy, but
+would turn copies under way into misses just when we are slow. So the pins of a client that lives and has lost a fetch
+last until it releases them or, where it never learned the lease's number, for the deadline and the grace below.
 """
 
 from collections.abc import Callable

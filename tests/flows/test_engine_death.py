@@ -98,6 +98,23 @@ def test_a_slot_that_is_used_again_under_a_late_reader_is_found_out(make_daemon:
         assert daemon.errors() == {"stale_slot": 4}
 
 
+def test_what_has_landed_stays_when_only_the_connection_ends(make_daemon: MakeDaemon) -> None:
+    """A client drops it after a silence, and may be copying still: its copies must not turn into misses by that."""
+    daemon = make_daemon(ram_size="4MiB", ssd_enabled="false")
+    with contextlib.closing(daemon.engine()) as reader, contextlib.closing(daemon.engine()) as writer:
+        prefix = Prefix(NAMESPACE, 1, 450)
+        store_all(reader, NAMESPACE, prefix.keys)
+        with reader.fetch(prefix.keys, 5.0) as stream:
+            landed = []
+            while not stream.done:
+                landed += stream.landed(5.0)
+            reader._connection.close()
+            assert Outcome.BUSY in store(writer, NAMESPACE, Prefix(NAMESPACE, 2, 400).keys)
+            assert all(stream.still_valid(block) for block in landed)
+        # Left, it has released them by a connection of its own.
+        until(lambda: Outcome.BUSY not in store(writer, NAMESPACE, Prefix(NAMESPACE, 3, 400).keys))
+
+
 def test_an_engine_of_another_model_shares_nothing(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon()
     prefix = Prefix(NAMESPACE, 1, 4)
