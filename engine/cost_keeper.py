@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 _SAVE_EVERY_S = 300.0
 _SNAPSHOT_S = 10.0
+# For a disk that hangs; a file is written in a moment.
+_WRITE_S = 1.0
 
 
 def device_name(device: torch.device, dtype: str) -> str:
@@ -54,6 +56,7 @@ class CostKeeper:
         self._wall_clock = wall_clock
         self._save_every_s = save_every_s
         self._is_ending = threading.Event()
+        self._asked: Future[SavedCosts] | None = None
         self._thread = threading.Thread(target=self._run, name="engine-costs", daemon=True)
         self._may_warn = True
         found = saved_profile.load(folder, profile)
@@ -63,10 +66,13 @@ class CostKeeper:
         self._thread.start()
 
     def close(self, costs: SavedCosts | None) -> None:
-        """End, and write `costs`, the last word of the step loop, which has ended; None: it may not have."""
+        """End, and write `costs`, the last word of the step loop, which has ended; None: it may not have. Waits for no
+        answer of the step loop."""
         self._is_ending.set()
+        if self._asked is not None:
+            self._asked.cancel()
         if self._thread.is_alive():
-            self._thread.join(_SNAPSHOT_S)
+            self._thread.join(_WRITE_S)
         if costs is not None:
             self.save(costs)
 
@@ -84,8 +90,12 @@ class CostKeeper:
     def _run(self) -> None:
         while not self._is_ending.wait(self._save_every_s):
             try:
-                self.save(self._snapshot().result(_SNAPSHOT_S))
-            except FutureTimeout:
+                self._asked = self._snapshot()
+                # Either we see that the end has begun, or whoever began it sees what was asked, and cancels it.
+                if self._is_ending.is_set():
+                    return
+                self.save(self._asked.result(_SNAPSHOT_S))
+            except (FutureTimeout, CancelledError):
                 # The step loop has better things to do, or is gone.
                 continue
             except Exception:

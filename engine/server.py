@@ -213,8 +213,8 @@ def main(
 def _profile_dir(folder: Path | None) -> Path | None:
     try:
         return folder if folder is not None else default_profile_dir()
-    except RuntimeError:
-        # A user without a home, as in some containers.
+    except ConfigError:
+        # Without a home nothing is kept, and the engine serves all the same.
         return None
 
 

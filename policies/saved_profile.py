@@ -10,7 +10,9 @@ import logging
 import math
 import os
 import re
+import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -29,6 +31,9 @@ _MAX_BYTES: Final = 64 * 1024
 _SUFFIX: Final = ".json"
 # Whatever else lies in the folder is somebody else's.
 _OURS: Final = re.compile(r".*-[0-9a-f]{12}\.json")
+_LEFT_OVER: Final = re.compile(r"\..*-[0-9a-f]{12}\.json\.[a-z0-9_]{8}\.tmp")
+# Nobody writes a file of this size for so long: whoever began it was killed.
+_LEFT_OVER_S: Final = 3600.0
 # More seconds per token, step or byte would be no measurement.
 _MAX_COEFFICIENT: Final = 1e6
 
@@ -72,8 +77,13 @@ class SavedProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_folder() -> Path:
-    """Return where profiles are kept where nobody says otherwise."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvstore" / "costs"
+    """Return where profiles are kept where nobody says otherwise. Raises ConfigError for a user without a home, as in
+    some containers."""
+    state = os.environ.get("XDG_STATE_HOME")
+    try:
+        return Path(state or Path.home() / ".local" / "state") / "kvstore" / "costs"
+    except RuntimeError:
+        raise ConfigError("this user has no home folder to keep costs in: name one by --profile-dir") from None
 
 
 def load(folder: Path, like: SavedProfile) -> SavedProfile | None:
@@ -94,7 +104,9 @@ def load(folder: Path, like: SavedProfile) -> SavedProfile | None:
 
 def read(path: Path) -> SavedProfile:
     """Return the file's profile. Raises OSError, or ConfigError where it holds something else."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError("it is no file")
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise ConfigError("it is too large for a profile")
@@ -117,11 +129,11 @@ def read(path: Path) -> SavedProfile:
 def save(folder: Path, profile: SavedProfile) -> Path:
     """Write the profile in the place of the last one of the same machine; others see all of it or nothing.
 
-    Raises OSError. The oldest files above a bound go.
+    Raises OSError. The oldest files above a bound go, and what a writer that was killed has left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / profile.file_name
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
@@ -133,7 +145,22 @@ def save(folder: Path, profile: SavedProfile) -> Path:
     for old in saved_in(folder)[_MAX_FILES:]:
         with contextlib.suppress(OSError):
             old.unlink()
+    _clear(folder, time.time() - _LEFT_OVER_S)
     return path
+
+
+def _clear(folder: Path, before_s: float) -> None:
+    """Delete what was begun before that time and never put in its place."""
+    for left in folder.glob(".*.tmp"):
+        if _LEFT_OVER.fullmatch(left.name) is not None:
+            with contextlib.suppress(OSError):
+                if left.lstat().st_mtime < before_s:
+                    left.unlink()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Not waiting for a writer, where a pipe lies in the file's place."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def saved_in(folder: Path) -> list[Path]:

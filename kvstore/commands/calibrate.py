@@ -113,6 +113,8 @@ def calibrate(
         ram_bytes = parse_size(ram_size)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--ram-size") from None
+    # Before minutes of measuring, since there may be none.
+    folder = profile_dir or default_folder()
     began = time.monotonic()
     arguments = ["--device", device, "--dtype", dtype, "--max-tokens", str(max_tokens)]
     arguments += ["--chunk-tokens", str(chunk_tokens), "--block-tokens", str(block_tokens)]
@@ -126,7 +128,7 @@ def calibrate(
         about, steps, timed = _measure(arguments)
     costs = learned(about.chunk_tokens, steps, timed)
     found = _profile(about, costs)
-    path = saved_profile.save(profile_dir or default_folder(), found)
+    path = saved_profile.save(folder, found)
     even = _break_even(found)
     if plot is not None:
         _plot(plot, found, even, about.max_tokens)

@@ -26,8 +26,9 @@ class Known:
     bytes_per_token: float
 
 
-def known(name: str, folder: Path) -> Known:
+def known(name: str, folder: Path | None) -> Known:
     """Return the costs of `name`: GPU/MODEL, a profile's file, part of a saved profile's name, or "" for the newest.
+    `folder` None: where profiles are kept by default.
 
     Raises ConfigError with what there is.
     """
@@ -38,11 +39,12 @@ def known(name: str, folder: Path) -> Known:
     return _of_saved(_read(_file(name, folder)))
 
 
-def _file(name: str, folder: Path) -> Path:
+def _file(name: str, folder: Path | None) -> Path:
     if name and Path(name).is_file():
         return Path(name)
     if name.startswith(("/", "./", "../", "~")):
         raise ConfigError(f"no profile {name}: there is no such file")
+    folder = folder or saved_profile.default_folder()
     saved = saved_profile.saved_in(folder)
     matching = [path for path in saved if name.lower() in path.name.lower()]
     if not matching:

@@ -15,7 +15,6 @@ from kvstore.core.units import approximate_size, parse_duration, parse_size
 from policies.break_even import MAX_BLOCKS, break_even_tokens
 from policies.cost import LoadCost
 from policies.interval import Comparison, Interval, Question, compare
-from policies.saved_profile import default_folder
 
 EXAMPLE: Final = "Example: kvstore plan --prefix 32000 --new 200 --tier s3 --profile h100/llama-3.1-8b"
 _COLUMNS: Final = ("plan", "loaded", "computed meanwhile", "GPU s", "seconds", "of recompute")
@@ -72,7 +71,7 @@ def plan(
     The figures are those that `kvstore calibrate` or an engine has measured on this machine, or those of a GPU and a
     model by name (h100/llama-3.1-8b); see docs/cost.md.
     """
-    costs = known(profile, profile_dir or default_folder())
+    costs = known(profile, profile_dir)
     stride = block_tokens or costs.block_tokens
     parts = _parts(tier, prefix)
     queues_s = _by_tier(queue, parse_duration, "--queue", ("gpu", *_TIERS))

@@ -1,6 +1,7 @@
 """What an engine measured is there when the next one starts, whatever the disk does."""
 
 import logging
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -78,3 +79,20 @@ def test_an_engine_begins_with_what_the_last_one_measured(tmp_path: Path) -> Non
     with serving(None, replace(options, warm_up=False)) as second:
         assert second.engine.costs.prefill_confidence is Confidence.SAVED
         assert second.engine.costs.step_coefficients() == pytest.approx(read(path).step)
+
+
+def test_the_end_does_not_wait_for_a_step_loop_that_does_not_answer(tmp_path: Path) -> None:
+    """It waited for what had been asked, which nobody answers any more, for as long as that may take."""
+    asked = threading.Event()
+    future: Future[SavedCosts] = Future()
+
+    def snapshot() -> "Future[SavedCosts]":
+        asked.set()
+        return future
+
+    kept = CostKeeper(tmp_path, BLANK, snapshot, lambda: 12.0, 0.001)
+    kept.start()
+    assert asked.wait(10)
+    kept.close(COSTS)
+    assert not kept._thread.is_alive(), "it was not waited for, but had ended"
+    assert load(tmp_path, BLANK) is not None

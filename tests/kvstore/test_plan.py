@@ -125,3 +125,16 @@ def test_a_tier_that_was_not_measured_and_a_profile_that_is_not_there_say_what_t
     assert str(ran.exception) == f"no profile {tmp_path}/not-here.json: there is no such file"
     save(tmp_path, msgspec.structs.replace(SAVED, step=None))
     assert isinstance(CliRunner().invoke(app, ["plan", "--tier", "s3", *here]).exception, ConfigError)
+
+
+def test_who_names_a_gpu_and_a_model_needs_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without one, as in some containers, got a traceback."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert planned("--tier", "ram:16000", *H100)["chosen"]
+    ran = CliRunner().invoke(app, ["plan", "--tier", "ram:16000"])
+    assert isinstance(ran.exception, ConfigError) and "--profile-dir" in str(ran.exception)

@@ -104,3 +104,49 @@ def test_a_file_that_is_no_profile_says_why(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ConfigError, match="model"):
         read(tmp_path / "x.json")
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+    """The engine's start hung until somebody wrote to it."""
+    os.mkfifo(tmp_path / PROFILE.file_name)
+    assert load(tmp_path, BLANK) is None
+    with pytest.raises(ConfigError, match="no file"):
+        read(tmp_path / PROFILE.file_name)
+    assert read(save(tmp_path, PROFILE)) == PROFILE
+
+
+def test_what_a_writer_that_was_killed_has_left_is_cleared_away(tmp_path: Path) -> None:
+    ours, fresh = (tmp_path / f".{PROFILE.file_name}.{name}.tmp" for name in ("abcd_123", "efgh5678"))
+    theirs = tmp_path / ".abcd_123.tmp"
+    for path in (ours, fresh, theirs):
+        path.touch()
+    for path in (ours, theirs):
+        os.utime(path, (1, 1))
+    path = save(tmp_path, PROFILE)
+    assert set(tmp_path.iterdir()) == {path, fresh, theirs}, "others' files, and what may be being written, stay"
+
+
+def test_what_is_left_has_a_name_by_which_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were killed just before the file comes into its place."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, PROFILE)
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (1, 1))
+    save(tmp_path, PROFILE)
+    assert not left.exists()
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match="--profile-dir"):
+        default_folder()
