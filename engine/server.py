@@ -132,8 +132,12 @@ class _Server(uvicorn.Server):
 
 
 def default_cache_dir() -> Path:
-    """Return where the default model is kept where nobody says otherwise."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
+    """Return where the default model is kept where nobody says otherwise. Raises ConfigError for a user without a
+    home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
+    except RuntimeError:
+        raise ConfigError("this user has no home folder to keep the model in: name one by --cache-dir") from None
 
 
 def main(

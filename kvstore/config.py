@@ -52,11 +52,16 @@ def default_run_dir(environ: Mapping[str, str] | None = None) -> str:
 
 
 def default_ssd_path(environ: Mapping[str, str] | None = None) -> str:
-    """Return the SSD tier's folder in the user's cache folder (XDG base directory specification)."""
+    """Return the SSD tier's folder in the user's cache folder (XDG base directory specification). Raises ConfigError
+    for a user without a home, as in some containers."""
     env = os.environ if environ is None else environ
     cache = env.get("XDG_CACHE_HOME", "")
-    home = env.get("HOME") or str(Path.home())
-    return f"{cache if cache.startswith('/') else f'{home}/.cache'}/kvstore/ssd"
+    if not cache.startswith("/"):
+        try:
+            cache = f"{env.get('HOME') or Path.home()}/.cache"
+        except RuntimeError:
+            raise ConfigError("this user has no home folder: set HOME, or XDG_CACHE_HOME") from None
+    return f"{cache}/kvstore/ssd"
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

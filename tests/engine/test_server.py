@@ -419,3 +419,13 @@ def test_a_host_that_others_can_reach_needs_keys(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["--objective", "speed"])
     assert "--objective is 'speed'; known are latency, throughput" in result.output
     assert "Example:" in CliRunner().invoke(command, ["--help"]).output
+
+
+def test_a_user_without_a_home_is_told_to_name_the_models_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match="--cache-dir"):
+        server.default_cache_dir()

@@ -35,6 +35,18 @@ def test_folders_follow_the_xdg_variables() -> None:
     assert config.ssd.path == "/c/kvstore/ssd"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command ended with a traceback, even where a folder for caches was named."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        load(environ={})
+    assert load(environ={"XDG_CACHE_HOME": "/c"}).config.ssd.path == "/c/kvstore/ssd"
+
+
 def test_a_file_sets_sizes_and_durations_as_people_write_them(tmp_path: Path) -> None:
     text = '[ram]\nsize = "8GiB"\nprefault = false\n[ssd]\nmin_free_bytes = 0\n[sessions]\nttl = "12h"\n'
     config = from_text(tmp_path, text).config
