@@ -63,8 +63,10 @@ class SessionKeeper:
         pinned = wants_the_bytes(turn.ask.plan)
         try:
             if local is not None:
-                # Is it awake? A silent daemon must not take the time that asking the bucket may take.
-                client.lookup(local.keys[:1], _DEADLINE_S if pinned else self._deadline_for(local.num_tokens))
+                # Is it awake? A silent daemon must not take the time that asking the bucket may take. The root is
+                # no block: asking for it counts as no request.
+                root = self._namespace_of(tenant).root()
+                client.lookup([root], _DEADLINE_S if pinned else self._deadline_for(local.num_tokens))
             view = client.session_get(turn.session_id, tenant, deadline_s)
         except (TierUnavailable, ProtocolError) as error:
             self._counters.add("session_asked_in_vain")

@@ -280,7 +280,8 @@ class Store:
         keys = _checked_keys(request.keys)
         tiers, stopped = self._catalog.lookup(keys, engine.namespace)
         info = self._catalog.namespaces[engine.namespace]
-        if keys != info.root:  # else an engine only looks whether we are here
+        is_request = keys != info.root  # else an engine only looks whether we are here
+        if is_request:
             for admitting in self._admitting.values():
                 admitting.asked(keys, len(tiers))
             if self.recording is not None:
@@ -289,7 +290,8 @@ class Store:
             return wire.Found(tiers, stopped)
         start = len(tiers) * KEY_BYTES
         why = self._catalog.why_missing(BlockKey(keys[start : start + KEY_BYTES]))
-        s3 = Outcome.MISS if self._discovery is None else self._discovery.look(engine.namespace, keys, len(tiers))
+        discovery = self._discovery if is_request else None
+        s3 = Outcome.MISS if discovery is None else discovery.look(engine.namespace, keys, len(tiers))
         return wire.Found(tiers, stopped, why, s3)
 
     def fetch(self, engine: Engine, request: wire.Fetch, reply: Reply) -> None:

@@ -133,6 +133,7 @@ class FakeStore:
     hints: list[wire.Hint] = field(default_factory=list)
     observed: list[dict[str, int]] = field(default_factory=list)
     deadlines: list[float] = field(default_factory=list)
+    lookups: list[list[BlockKey]] = field(default_factory=list)
     writing: dict[BlockKey, bytearray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -226,6 +227,7 @@ class FakeClient:
 
     def lookup(self, keys: Sequence[BlockKey], deadline_s: float | None = None) -> LookupResult:
         store = self._call()
+        store.lookups.append(list(keys))
         found = 0
         while found < len(keys) and keys[found] in store.blocks:
             found += 1

@@ -193,6 +193,19 @@ def test_a_session_goes_on_from_its_very_tokens(desk: Desk, store: FakeStore) ->
     assert view.num_blocks == (view.num_tokens - 1) // 4
 
 
+def test_a_turn_asks_for_its_prompt_once_and_else_only_whether_the_daemon_is_there(
+    desk: Desk, store: FakeStore
+) -> None:
+    """Looking whether it is awake once asked for the session's first block: a request that nobody ever reported."""
+    prompts = []
+    for said in ("hello there, you", "and then?", "and then?"):
+        turn = desk.open(said, session_id="s")
+        desk.close(turn)
+        assert turn.request is not None
+        prompts.append(turn.request.keys[: (len(turn.request.prompt) - 1) // 4])
+    assert [keys for keys in store.lookups if keys != [desk.namespace.root()]] == prompts
+
+
 def test_a_full_history_is_recognised_and_an_edited_one_forks(desk: Desk, store: FakeStore) -> None:
     desk.chat("s", "a")
     desk.chat("s", "b")

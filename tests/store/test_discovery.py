@@ -56,6 +56,14 @@ def test_a_lookup_says_that_the_bucket_was_not_asked_and_the_next_one_finds_what
     rig.check()
 
 
+def test_who_only_looks_whether_the_daemon_is_there_asks_the_bucket_nothing(make_rig: MakeRig, bucket: Bucket) -> None:
+    rig = make_rig(**bucket.options())
+    found = rig.store.lookup(rig.attach(NAMESPACE), wire.Lookup(NAMESPACE.root()))
+    assert shown(found) == (0, Outcome.MISS)
+    rig.settle()
+    assert "unknown_lookups" not in rig.stats()["discovery"]
+
+
 def test_one_question_is_asked_however_many_look_and_a_miss_is_remembered_for_a_while(
     make_rig: MakeRig, bucket: Bucket
 ) -> None:
