@@ -109,10 +109,16 @@ class Prefetch:
     def asked(self, session: Session) -> int:
         """Somebody says that the session is about to go on; return how many of its blocks are to be loaded."""
         now = self._clock()
-        self._end(session.key)
+        until_s = now + min(_ASKED_HOLD_S, self._config.max_hold_s)
         self._counts.add("asked")
-        job = self._plan(session, now, now + min(_ASKED_HOLD_S, self._config.max_hold_s))
-        return len(job.waiting)
+        job = self._jobs.get(session.key)
+        if job is not None and job.has_begun and np.array_equal(job.blocks, session.blocks):
+            # It was foreseen, or is asked for again (a user types on): what came, or is on its way, stays.
+            job.until_s = max(job.until_s, until_s)
+            job.waiting = [block for block in self._missing(job.blocks) if block not in job.loading]
+            return len(job.waiting) + len(job.loading)
+        self._end(session.key)
+        return len(self._plan(session, now, until_s).waiting)
 
     def changed(self, session: Session) -> None:
         """It has other blocks now, or is another session's."""

@@ -135,6 +135,37 @@ def test_a_user_who_begins_to_type_is_waited_for(rig: Rig, engine: Engine) -> No
     rig.check()
 
 
+def test_asking_again_while_the_user_types_on_keeps_what_was_brought(rig: Rig, engine: Engine) -> None:
+    """It used to count all of it as wasted, and to begin anew with what was on its way."""
+    chat = Chat(rig, engine, turns=1)
+    chat.leave()
+    replies: list[wire.Message] = []
+    for _ in range(2):
+        rig.store.sessions.prefetch(wire.SessionPrefetch("chat", "", b""), replies.append)
+        rig.turn()
+    rig.settle()
+    assert replies == [wire.Prefetching(2, 2)] * 2
+    assert ask(rig) == wire.Prefetching(0, 2)
+    assert chat.where() == {TierKind.RAM}
+    chat.turn()
+    assert {name: count for name, count in counts(rig).items() if count} == {
+        "asked": 3,
+        "begun_blocks": 2,
+        "ready_sessions": 1,
+        "useful_blocks": 2,
+    }
+
+
+def test_asking_again_holds_what_was_brought_for_longer(rig: Rig, engine: Engine) -> None:
+    chat = Chat(rig, engine, turns=1)
+    chat.leave()
+    ask(rig)
+    rig.settle(seconds=100.0)
+    ask(rig)
+    rig.settle(seconds=100.0)
+    assert counts(rig)["wasted_blocks"] == 0 and counts(rig)["held_bytes"] > 0
+
+
 def test_a_session_that_only_the_bucket_knows_is_brought_by_name(
     make_rig: MakeRig, rig: Rig, engine: Engine, bucket: Bucket
 ) -> None:
