@@ -98,6 +98,7 @@ def view(snapshot: Snapshot) -> View:
         *_daemon_lines(_section(snapshot, "daemon")),
         *_request_lines(requests),
         *_session_lines(_section(snapshot, "sessions")),
+        *_keeping_lines(_section(snapshot, "pins"), _section(snapshot, "prefetch")),
         *_store_lines(_section(snapshot, "store")),
         *_bucket_lines(_section(_section(tiers, "s3"), "bucket")),
         f"errors: {_counts(_section(snapshot, 'errors'))}",
@@ -156,6 +157,20 @@ def _session_lines(sessions: Snapshot) -> list[str]:
         return []
     durable = _counts(_section(sessions, "durable"))
     return [f"sessions: {sessions.get('count', 0)}, pinned {sessions.get('pinned', 0)}, durable: {durable}"]
+
+
+def _keeping_lines(pins: Snapshot, prefetch: Snapshot) -> list[str]:
+    """What was asked for by pins, and what became of blocks that were brought into RAM before their session's turn."""
+    lines = []
+    if pins.get("owners") or pins.get("refused"):
+        held = (
+            f"{approximate_size(pins.get('ram_bytes', 0))} in ram, {approximate_size(pins.get('ssd_bytes', 0))} on ssd"
+        )
+        lines.append(f"pins: {held}, owners {pins.get('owners', 0)}, refused {pins.get('refused', 0)}")
+    blocks = _counts({name.removesuffix("_blocks"): prefetch[name] for name in prefetch if name.endswith("_blocks")})
+    if blocks != "none":
+        lines.append(f"prefetched blocks: {blocks}; sessions in time: {prefetch.get('ready_sessions', 0)}")
+    return lines
 
 
 def _store_lines(store: Snapshot) -> list[str]:

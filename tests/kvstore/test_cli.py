@@ -230,6 +230,18 @@ def test_stats_of_a_daemon_that_has_served_nothing_are_shown_too(run: Run, clien
     assert "requests: 0" in ran.out
 
 
+def test_stats_say_what_is_pinned_and_what_was_brought_before_its_turn(run: Run, client: FakeClient) -> None:
+    client.snapshot = {
+        "pins": {"owners": 1, "refused": 2, "ram_bytes": 1 << 20, "ssd_bytes": 2 << 20},
+        "prefetch": {"asked": 1, "begun_blocks": 5, "useful_blocks": 4, "wasted_blocks": 0, "ready_sessions": 1},
+    }
+    lines = run("stats").out.splitlines()
+    assert "pins: 1 MiB in ram, 2 MiB on ssd, owners 1, refused 2" in lines
+    assert "prefetched blocks: begun 5, useful 4; sessions in time: 1" in lines
+    client.snapshot = {"pins": {"owners": 0, "refused": 0}, "prefetch": {"begun_blocks": 0}}
+    assert "p" not in {line[0] for line in run("stats").out.splitlines()}
+
+
 def test_stats_as_json_are_the_snapshot(run: Run) -> None:
     assert json.loads(run("stats", "--json").out) == SNAPSHOT
 
