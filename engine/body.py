@@ -7,7 +7,7 @@ cover: what depends on the model (context, vocabulary), see `engine/consult.py`.
 import difflib
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -58,6 +58,13 @@ class _Part(msgspec.Struct):
 class _Message(msgspec.Struct):
     role: _Role
     content: str | list[_Part]
+
+
+# What msgspec does not say of a field with a value that it refuses.
+_CHOICES: Final = {
+    "plan": "'auto', 'fetch', 'recompute', or [start, end] in blocks of the prompt",
+    "session_mode": "'append' or 'history'",
+}
 
 
 class _Common(msgspec.Struct, kw_only=True):
@@ -178,7 +185,8 @@ def _parse(body: bytes, form: type[_Form]) -> _Form:
     try:
         return msgspec.convert(fields, form)
     except msgspec.ValidationError as error:
-        raise _bad(str(error)) from None
+        text = str(error)
+        raise _bad(text + next((f": {what}" for name, what in _CHOICES.items() if f"$.{name}`" in text), "")) from None
 
 
 def _same(given: Any, neutral: Any) -> bool:

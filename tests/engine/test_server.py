@@ -152,7 +152,7 @@ def test_a_tiny_temperature_puts_no_engine_out_of_service(shared: Served) -> Non
         ({"max_tokens": 0}, ">= 1"),
         ({"max_tokens": 101}, "at most 100"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "differ"),
-        ({"plan": "guess"}, "plan"),
+        ({"plan": "guess"}, "'auto', 'fetch', 'recompute', or [start, end]"),
         ({"plan": [3]}, "plan"),
         ({"plan": [3, 2]}, "0 <= start <= end"),
         ({"session_id": ""}, "length >= 1"),
