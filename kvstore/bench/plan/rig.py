@@ -1,9 +1,10 @@
 """Everything a case needs, as a user would start it: a real S3 server, the link in front of it, a daemon, an engine.
 
-    engine ─► daemon (RAM, no SSD) ─► link ─► S3 server
+    engine, helper ─► daemon (RAM, no SSD) ─► link ─► S3 server
 
 The texts are computed and stored once, over the open link. Before each run HBM is emptied, RAM too, and the link is
-quiet; then the head is brought into RAM where the case says so.
+quiet; then the head is brought into RAM where the case says so. All of that is done by the helper, an engine of its
+own: what it meets on the open link must not teach the one that is measured.
 """
 
 import contextlib
@@ -84,6 +85,7 @@ class Rig:
         self._expected: dict[int, list[int]] = {}
         self._stack = contextlib.ExitStack()
         self._engine: EngineProcess | None = None
+        self._helper: EngineProcess | None = None
         self._http = self._stack.enter_context(httpx.Client(timeout=_DEADLINE_S))
 
     def __enter__(self) -> Self:
@@ -105,14 +107,10 @@ class Rig:
 
     def restart_engine(self) -> None:
         """A new engine knows nothing of the link before."""
-        self._end_engine()
-        number = len(list(self._folder.glob("engine-*.log")))
-        arguments = self.scale.engine(self._daemon.run_dir)
-        # Nor of what the user's own engines have measured, who must not learn from our links either.
-        arguments += ["--profile-dir", str(self._folder / f"profile-{number}")]
-        engine = EngineProcess(arguments, self._folder / f"engine-{number}.log")
-        self._engine = engine
-        engine.start()
+        if self._engine is not None:
+            self._engine.kill()
+            self._engine = None
+        self._engine = self._new_engine(f"engine-{len(list(self._folder.glob('engine-*.log')))}")
 
     @property
     def url(self) -> str:
@@ -130,12 +128,12 @@ class Rig:
         self._link.be(_OPEN)
         self._empty()
         if head_tokens:
-            self.ask(self.texts[text][: head_tokens + 1], "fetch", 1)
-            self._drop_hbm()
+            self._ask(self._helper, self.texts[text][: head_tokens + 1], "fetch", 1)
             self._wait_quiet()
 
     def measure(self, case: Case, text: int, plan: PlanName, limit_s: float | None, breaks: Line | None = None) -> Run:
-        """Run one plan of a case; `breaks` is how the link is instead of how `be` said.
+        """Run one plan of a case; `breaks` is how the link is instead of how `be` said. None of the engine's threads
+        is busy before, but with other streams.
 
         Raises KVStoreError where another plan's tokens differ, or the blocks are not where the case says.
         """
@@ -144,7 +142,7 @@ class Rig:
         self._link.be(breaks or self._line)
         began_s = time.perf_counter()
         try:
-            request_id, answer = self._ask(prompt, self.body_plan(case, plan), 2, limit_s)
+            request_id, answer = self._ask(self._engine, prompt, self.body_plan(case, plan), 2, limit_s)
         except httpx.ReadTimeout:
             # The engine hears of it between two steps, its fetch a little later.
             time.sleep(_GIVE_UP_S)
@@ -175,17 +173,19 @@ class Rig:
             return plan.name
         return [plan.cut_tokens // self.scale.block_tokens, case.prefix_tokens // self.scale.block_tokens]
 
-    def ask(
-        self, prompt: Sequence[int], plan: str | list[int], max_tokens: int, limit_s: float | None = None
-    ) -> Answer:
-        """Raises httpx.ReadTimeout after `limit_s`, KVStoreError where the engine refuses."""
-        return self._ask(prompt, plan, max_tokens, limit_s)[1]
-
     def _ask(
-        self, prompt: Sequence[int], plan: str | list[int], max_tokens: int, limit_s: float | None
+        self,
+        engine: EngineProcess | None,
+        prompt: Sequence[int],
+        plan: str | list[int],
+        max_tokens: int,
+        limit_s: float | None = None,
     ) -> tuple[str, Answer]:
+        """Return the request's id and the answer. Raises httpx.ReadTimeout after `limit_s`, KVStoreError where the
+        engine refuses."""
+        assert engine is not None
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True, "plan": plan}
-        answer = self._http.post(f"{self.url}/v1/completions", json=body, timeout=limit_s or _DEADLINE_S)
+        answer = self._http.post(f"{engine.url}/v1/completions", json=body, timeout=limit_s or _DEADLINE_S)
         told = _checked(answer)
         return str(told["id"]), msgspec.convert(told["kvstore"], Answer)
 
@@ -229,10 +229,16 @@ class Rig:
             time.sleep(_LOOK_EVERY_S)
 
     def _drop_hbm(self) -> None:
-        _checked(self._http.post(f"{self.url}/v1/hbm/drop", json={}))
+        for engine in self._engines():
+            _checked(self._http.post(f"{engine.url}/v1/hbm/drop", json={}))
 
     def _in_hbm(self) -> int:
-        return int(_checked(self._http.get(f"{self.url}/v1/hbm"))["indexed_blocks"])
+        return sum(
+            int(_checked(self._http.get(f"{engine.url}/v1/hbm"))["indexed_blocks"]) for engine in self._engines()
+        )
+
+    def _engines(self) -> list[EngineProcess]:
+        return [engine for engine in (self._engine, self._helper) if engine is not None]
 
     # ------------------------------------------------------------ start
 
@@ -245,8 +251,8 @@ class Rig:
         self._stack.callback(self._daemon.kill)
         self._daemon.start()
         self._console = self._stack.enter_context(contextlib.closing(self._daemon.console()))
-        self._stack.callback(self._end_engine)
-        self.restart_engine()
+        self._stack.callback(self._end_engines)
+        self._helper = self._new_engine("helper")
         for talk in talks(self._num_texts, self.scale.text_chars):
             self.texts.append(self._write(talk.session_id, talk.opening))
         self._wait_stored()
@@ -280,7 +286,8 @@ class Rig:
             "max_tokens": 1,
             "ignore_eos": True,
         }
-        _checked(self._http.post(f"{self.url}/v1/chat/completions", json=body))
+        assert self._helper is not None
+        _checked(self._http.post(f"{self._helper.url}/v1/chat/completions", json=body))
         session = self._console.session_get(session_id)
         if session is None:
             raise KVStoreError("the daemon does not know a session that was just saved")
@@ -301,10 +308,21 @@ class Rig:
                 raise TierUnavailable(f"the texts are not in the bucket after {_DEADLINE_S:.0f} s")
             time.sleep(0.1)
 
-    def _end_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.kill()
-            self._engine = None
+    def _end_engines(self) -> None:
+        for engine in self._engines():
+            engine.kill()
+
+    def _new_engine(self, name: str) -> EngineProcess:
+        arguments = self.scale.engine(self._daemon.run_dir)
+        # The user's own engines have measured this machine, and must not learn from our links.
+        arguments += ["--profile-dir", str(self._folder / f"profile-{name}")]
+        engine = EngineProcess(arguments, self._folder / f"{name}.log")
+        try:
+            engine.start()
+        except BaseException:
+            engine.kill()
+            raise
+        return engine
 
 
 def _in_short(decision: Decision) -> dict[str, Any]:
@@ -315,7 +333,7 @@ def _in_short(decision: Decision) -> dict[str, Any]:
         "predicted_s": {plan.kind: round(plan.seconds, 4) for plan in decision.plans},
         "chosen": [chosen.start, chosen.end, round(chosen.seconds, 4), round(chosen.gpu_s, 4)],
         "gpu_queue_s": decision.situation.gpu_queue_s,
-        "happened": None if happened is None else msgspec.to_builtins(happened),
+        "happened": None if happened is None else msgspec.to_builtins(happened, str_keys=True),
     }
 
 
