@@ -93,6 +93,10 @@ def choose(question: Question, prefill: PrefillCost, costs: Costs, backlog: Back
         # Nothing to compute meanwhile, or nobody knows: from the end backwards leaves the front to the GPU, should it
         # come to that.
         best = replace(plans.two_ended, start=0, end=0)
+    if not measured:
+        # But for a head in RAM before a slower tail: there before a chunk could be, computed it would not be measured.
+        head = next((at for at, tier in enumerate(question.tiers) if tier is not TierKind.RAM), 0)
+        best = replace(best, start=head, end=head)
     return Plan(len(question.tiers), best.start, best.end, False, measured, plans, loads)
 
 

@@ -104,7 +104,7 @@ def test_what_is_fetched_is_used_and_counted_by_its_source() -> None:
     assert not rig.step(), "while it fetches there is nothing to compute"
     assert request.state is RequestState.FETCHING
     job = rig.movers.fetches.popleft()
-    assert list(job.expected) == [TierKind.SSD, TierKind.SSD, TierKind.RAM], "from the end backwards"
+    assert list(job.expected) == [TierKind.RAM, TierKind.SSD, TierKind.SSD], "the head in RAM first"
     rig.now += 0.5
     rig.land(request, job, [0], TierKind.RAM)
     rig.land(request, job, [1, 2], TierKind.SSD)

@@ -83,6 +83,14 @@ def test_everything_is_asked_for_until_both_times_were_measured() -> None:
         assert not plan.measured
 
 
+def test_a_head_in_ram_is_asked_for_first_though_nothing_was_measured() -> None:
+    """Asked for last, behind a tail in S3, it was computed meanwhile, request after request, and never measured."""
+    question = ask(*[TierKind.RAM] * 3, *[TierKind.S3] * 4)
+    plan = plan_for(question, FixedCosts(unknown=frozenset({TierKind.RAM, TierKind.S3})))
+    assert plan.order() == [0, 1, 2, 6, 5, 4, 3]
+    assert plan.runs() == []
+
+
 def test_what_stands_in_front_of_a_tier_counts() -> None:
     costs = FixedCosts({TierKind.S3: (0.001, 1e-6)})
     question = ask(*[TierKind.S3] * 10)
