@@ -62,7 +62,9 @@ def notes(report: dict[str, Any]) -> list[str]:
     before, after = machine["load_average"][0], machine["load_average_after"][0]
     keys = ("regret_p50", "regret_p95", "regret_max", "two_ended_better_share", "cut_ratio", "cut_worst_ratio")
     scale = settings["scale"]
-    size = f"blocks of {scale['block_tokens']} tokens, chunks of {scale['chunk_tokens']}"
+    size = (
+        f"blocks of {scale['block_tokens']} tokens, chunks of {scale['chunk_tokens']}, s3.threads {scale['s3_threads']}"
+    )
     torch = machine["packages"].get("torch", "not installed")
     versions = f"Linux {machine['kernel']}, Python {machine['python']}, torch {torch}"
     runs = f"medians of {settings['rounds']} to {settings['max_rounds']} runs in turns"
