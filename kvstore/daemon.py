@@ -206,6 +206,7 @@ class Daemon:
             store_window_bytes=_STORE_WINDOW_BYTES,
             store_window_ops=_SSD_STORE_WINDOW_OPS if is_ssd else config.s3.threads,
             on_recovered=lambda reply: self._store.recovered(reply),
+            paces_loads=not is_ssd,
         )
 
     # ------------------------------------------------------------ the loop

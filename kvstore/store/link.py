@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.store.read_pace import ReadPace
 from kvstore.worker import ops
 from kvstore.worker.main import WorkerSettings
 
@@ -66,8 +67,10 @@ class WorkerLink:
         store_window_bytes: int,
         store_window_ops: int,
         on_recovered: Callable[[ops.Recovered], None],
+        paces_loads: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`paces_loads`: the tier lies behind a link, which loads fill and do not flood."""
         self.kind = kind
         self.ready = False
         self.failure = ""
@@ -80,6 +83,7 @@ class WorkerLink:
         self._settings = settings
         self._context = context
         self._load_window = load_window
+        self._pace = ReadPace(load_window) if paces_loads else None
         self._store_window_bytes = store_window_bytes
         self._store_window_ops = store_window_ops
         self._on_recovered = on_recovered
@@ -250,9 +254,11 @@ class WorkerLink:
         if not self.ready:
             return
         batch = []
-        while self._loads and self._loads_out < self._load_window:
+        while self._loads and self._may_load(self._loads[0][1].num_bytes, now):
             batch.append(self._loads.popleft())
             self._loads_out += 1
+            if self._pace is not None:
+                self._pace.sent(batch[-1][0].op, batch[-1][1].num_bytes, now)
         stores_may_go = not (self._loads_out or loads_elsewhere) or now - self._last_store >= _STORE_AT_LEAST_EVERY_S
         while self._stores and stores_may_go and self._window_open():
             op, out = self._stores.popleft()
@@ -263,6 +269,13 @@ class WorkerLink:
             batch.append((op, out))
         if batch:
             self._send(batch)
+
+    def next_deadline(self) -> float | None:
+        """Return when `pump` may send a load that waits for its time only."""
+        if self._pace is None or not self.ready or not self._loads or self._loads_out >= self._load_window:
+            return None
+        # In the past: the load waits for an answer.
+        return self._pace.next_at_s if self._pace.next_at_s > self._clock() else None
 
     def receive(self) -> bool:
         """Take in the answers that are there, for a moment at most; return whether there may be more.
@@ -287,6 +300,9 @@ class WorkerLink:
         return more
 
     # ------------------------------------------------------------ private
+
+    def _may_load(self, num_bytes: int, now: float) -> bool:
+        return self._loads_out < self._load_window and (self._pace is None or self._pace.may_send(num_bytes, now))
 
     def _window_open(self) -> bool:
         return self._stores_out < self._store_window_ops and self._stores_out_bytes < self._store_window_bytes
@@ -340,6 +356,8 @@ class WorkerLink:
             return
         if out.is_load:
             self._loads_out -= 1
+            if self._pace is not None:
+                self._pace.settled(result.op, result.outcome == Outcome.OK, self._clock())
             self.bytes_out += out.num_bytes if result.outcome == Outcome.OK else 0
         else:
             self._stores_out -= out.is_store
@@ -364,6 +382,8 @@ class WorkerLink:
         self._out, self._loads, self._stores = {}, deque(), deque()
         self._loads_out = self._stores_out = self._records_out = 0
         self._stores_out_bytes = self._stores_waiting_bytes = 0
+        if self._pace is not None:
+            self._pace.clear()
         if not self._stopping:
             now = self._clock()
             self._restarts = 0 if now - self._started_at > _LONG_LIFE_S else self._restarts

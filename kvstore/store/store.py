@@ -206,7 +206,8 @@ class Store:
         busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self.sessions.is_busy
         busy = busy or bool(self._discovery) or self._review.is_busy or self._room.is_lowering or self._prefetch.is_busy
         deadlines = [self._clock() + (0.02 if busy else _HOUSEKEEPING_EVERY_S)]
-        for deadline in (self._fetches.next_deadline(), self.sessions.next_deadline()):
+        loads = [link.next_deadline() for link in self._links.values()]
+        for deadline in (self._fetches.next_deadline(), self.sessions.next_deadline(), *loads):
             if deadline is not None:
                 deadlines.append(deadline)
         return min(deadlines)

@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import link as module
+from kvstore.store.read_pace import ReadPace
 from kvstore.worker import ops
 from tests.support.chats import Prefix, namespace
 from tests.support.rig import Rig, ThreadlessLink, memory
@@ -196,3 +197,23 @@ def test_what_is_to_be_deleted_waits_for_a_tier_that_is_down(link: ThreadlessLin
     link.store(ops.Delete(link.next_op(), packed(1).key), results.append)
     rig.settle(seconds=1.0)
     assert [result.outcome for result in results] == [Outcome.MISS]
+
+
+def test_a_load_that_waits_for_its_time_goes_out_then(rig: Rig) -> None:
+    """Nothing but an answer let the next load go out, and a link with time between requests ran empty."""
+    link = rig.links[TierKind.S3]
+    link._pace = pace = ReadPace(4)
+    pace.sent(0, 8192, rig.clock.now)
+    rig.clock.now += 0.1
+    pace.settled(0, True, rig.clock.now)
+    results: list[ops.Result] = []
+    for number in range(3):
+        read(link, number, results)
+    link.pump()
+    assert kinds(link) == ["Read"]
+    due = link.next_deadline()
+    assert due is not None and rig.clock.now < due <= rig.clock.now + 0.1
+    assert rig.store.next_deadline() <= due
+    rig.clock.now = due
+    link.pump()
+    assert kinds(link) == ["Read"] * 2
