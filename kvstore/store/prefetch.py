@@ -121,8 +121,10 @@ class Prefetch:
         return len(self._plan(session, now, until_s).waiting)
 
     def changed(self, session: Session) -> None:
-        """It has other blocks now, or is another session's."""
-        self._end(session.key)
+        """It may have other blocks now; one that was only pinned or unpinned has not."""
+        job = self._jobs.get(session.key)
+        if job is not None and not np.array_equal(job.blocks, session.blocks):
+            self._end(session.key)
 
     def removed(self, session: Session) -> None:
         self._end(session.key)

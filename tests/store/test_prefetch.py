@@ -156,6 +156,17 @@ def test_asking_again_while_the_user_types_on_keeps_what_was_brought(rig: Rig, e
     }
 
 
+def test_pinning_a_session_keeps_what_was_brought_for_it(rig: Rig, engine: Engine) -> None:
+    chat = Chat(rig, engine, turns=1)
+    chat.leave()
+    ask(rig)
+    rig.store.sessions.pin(wire.SessionPin("chat", True), lambda _: None)
+    rig.settle()
+    assert counts(rig)["wasted_blocks"] == 0 and counts(rig)["held_bytes"] > 0
+    chat.turn()
+    assert counts(rig)["useful_blocks"] == 2
+
+
 def test_asking_again_holds_what_was_brought_for_longer(rig: Rig, engine: Engine) -> None:
     chat = Chat(rig, engine, turns=1)
     chat.leave()
