@@ -9,13 +9,15 @@ has delivered, and no more bytes are under way than rate times shortest answer, 
     rate      = the most, over the last answers, of bytes delivered while a request was under way / its seconds
     shortest  = the least seconds of the last answers; a request that begins alone shows it
 
-The rate may grow, since requests go out a little faster than that. A bucket that limits each connection rather than all
+The rate may grow, since requests go out a little faster than that; where answers take much longer than both let expect,
+both are learned anew. A bucket that limits each connection rather than all
 has a long shortest answer, and so gets many requests at once. Where the whole window takes less than a tenth of a
 second all of this is left out: there nothing is gained, and threads need work in front of them.
 
 Not thread-safe; without a clock of its own.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +31,10 @@ _RATES: Final = 64
 _ANSWERS: Final = 128
 # What is older says nothing of the link any more.
 _MAX_AGE_S: Final = 120.0
+# Nor does anything once so many requests in turn took so much longer than it lets expect.
+_LATE_IN_TURN: Final = 2
+_LATE: Final = 3.0
+_LATE_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class _Sent:
     at_s: float
     num_bytes: int
     delivered_bytes: int
+    late_after_s: float
 
 
 class _Best:
@@ -56,6 +63,9 @@ class _Best:
         while self._samples[0][0] <= self._num_added - self._most:
             self._samples.popleft()
 
+    def clear(self) -> None:
+        self._samples.clear()
+
     def get(self, now: float) -> float | None:
         while self._samples and self._samples[0][1] < now - _MAX_AGE_S:
             self._samples.popleft()
@@ -73,6 +83,7 @@ class ReadPace:
         self._rates = _Best(_RATES, lambda new, old: new > old)
         self._answers_s = _Best(_ANSWERS, lambda new, old: new < old)
         self._next_at_s = 0.0
+        self._late_in_turn = 0
 
     def may_send(self, num_bytes: int, now: float) -> bool:
         """Whether a request for so many bytes may go out now; if not, at the latest `next_at_s`, or after an answer."""
@@ -89,8 +100,13 @@ class ReadPace:
 
     def sent(self, op: int, num_bytes: int, now: float) -> None:
         """A request with that number goes out."""
-        self._out[op] = _Sent(now, num_bytes, self._delivered_bytes)
         self._out_bytes += num_bytes
+        rate = self._rates.get(now)
+        shortest_s = self._answers_s.get(now)
+        late_after_s = math.inf
+        if rate is not None and shortest_s is not None:
+            late_after_s = _LATE * (shortest_s + self._out_bytes / rate) + _LATE_S
+        self._out[op] = _Sent(now, num_bytes, self._delivered_bytes, late_after_s)
         rate = self._rate(num_bytes, now)
         self._next_at_s = now if rate is None else now + num_bytes / (rate * _GAIN)
 
@@ -99,10 +115,17 @@ class ReadPace:
         sent = self._out.pop(op)
         self._out_bytes -= sent.num_bytes
         seconds = now - sent.at_s
-        if is_whole and seconds > 0:
-            self._delivered_bytes += sent.num_bytes
-            self._rates.add((self._delivered_bytes - sent.delivered_bytes) / seconds, now)
-            self._answers_s.add(seconds, now)
+        if not is_whole or seconds <= 0:
+            return
+        self._late_in_turn = self._late_in_turn + 1 if seconds > sent.late_after_s else 0
+        if self._late_in_turn >= _LATE_IN_TURN:
+            # Another link than it was.
+            self._late_in_turn = 0
+            self._rates.clear()
+            self._answers_s.clear()
+        self._delivered_bytes += sent.num_bytes
+        self._rates.add((self._delivered_bytes - sent.delivered_bytes) / seconds, now)
+        self._answers_s.add(seconds, now)
 
     def clear(self) -> None:
         """Nothing is under way any more; what was learned stays."""

@@ -115,8 +115,7 @@ def test_a_link_that_becomes_slower_and_farther_is_followed() -> None:
     link, pace = SimulatedLink(0.001, 3000 * MB), ReadPace(16)
     load(pace, link, 64)
     link.shared, link.latency_s = 12 * MB, 0.1
-    for _ in range(4):
-        load(pace, link, 48)
+    load(pace, link, 32)
     found = load(pace, link, 48)
     assert found.seconds <= 1.1 * (0.1 + 48 * BLOCK / link.shared)
     assert found.most_under_way <= 6

@@ -47,8 +47,6 @@ class Scale:
     chunk_tokens: int = 256
     hbm_bytes: int = 1 << 30
     ram_size: str = "1GiB"
-    # Enough to fill each of the links; of more, all share the bandwidth, and the first block lands later.
-    s3_threads: int = 3
     text_chars: int = 11_000
     engine_arguments: tuple[str, ...] = ()
 
@@ -272,7 +270,6 @@ class Rig:
             "KVSTORE_S3_BUCKET": _BUCKET,
             "KVSTORE_S3_ENDPOINT": self._link.endpoint,
             "KVSTORE_S3_REGION": REGION,
-            "KVSTORE_S3_THREADS": str(self.scale.s3_threads),
             "KVSTORE_S3_ACCESS_KEY_FILE": str(keys / "access"),
             "KVSTORE_S3_SECRET_KEY_FILE": str(keys / "secret"),
             # A slow link needs longer for eight blocks at once; nothing is swept while we run.

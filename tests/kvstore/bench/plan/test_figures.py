@@ -38,11 +38,26 @@ def test_percentiles_are_by_nearest_rank_over_all_compared_cases() -> None:
     assert (report["cut_ratio"], report["cut_worst_ratio"]) == (1.1, 1.15)
 
 
-def test_only_an_interval_plan_that_saves_enough_counts_as_better() -> None:
-    assert figures.is_better(result(-0.2))
-    assert figures.is_better(result(-0.2, kind="interval"))
-    assert not figures.is_better(result(-0.1))
-    assert not figures.is_better(result(-0.2, kind="fetch"))
+@pytest.mark.parametrize("with_cuts", [False, True])
+def test_only_an_interval_plan_that_saves_enough_counts_as_better(with_cuts: bool) -> None:
+    assert figures.is_better(result(-0.2), with_cuts=with_cuts)
+    assert figures.is_better(result(-0.2, kind="interval"), with_cuts=with_cuts)
+    assert not figures.is_better(result(-0.1), with_cuts=with_cuts)
+    assert not figures.is_better(result(-0.2, kind="fetch"), with_cuts=with_cuts)
+
+
+def test_a_fixed_cut_counts_where_it_is_asked_for() -> None:
+    case = result(-0.2)
+    case["plans"]["cut 512"]["median_s"] = case["best_s"] = 1.7
+    assert figures.is_better(case, with_cuts=False) and not figures.is_better(case, with_cuts=True)
+
+
+def test_what_was_given_up_took_at_least_so_long() -> None:
+    case = result(-0.2)
+    case["plans"]["load"] = case["plans"]["recompute"]
+    assert figures.is_better(case, with_cuts=False)
+    case["auto_s"] = 3.5
+    assert not figures.is_better(case, with_cuts=False)
 
 
 def test_the_share_is_of_the_middle_links() -> None:
