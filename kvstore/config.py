@@ -83,7 +83,7 @@ class RamConfig(Section, frozen=True, kw_only=True):
     size_bytes: Size = field(name="size", default=GIB)
     high_watermark: Ratio = 0.95
     low_watermark: Ratio = 0.90
-    policy: EvictionPolicyName = "lru"
+    policy: EvictionPolicyName = "gittins"
     pin_share: Share = 0.25
     shm_dir: PathText = "/dev/shm"
     prefault: Flag = True

@@ -71,6 +71,12 @@ class EvictionPolicy(Protocol):
         """Used again, in prefix order. Blocks that are not in the tier are passed over."""
         ...
 
+    def on_request(self, names: Names, known: int) -> None:
+        """A request begins whose prompt has blocks of these names, in prefix order, of which the first `known` are in
+        the tier. A hint only: its blocks come in pieces or not at all, and also unannounced. What continues the known
+        ones next is this request's, and not more of an earlier one."""
+        ...
+
     def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None:
         """The blocks of a session's last request, in prefix order, after they were inserted or used.
 

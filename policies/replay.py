@@ -9,6 +9,7 @@ The rules:
 Pure, and the same for the same trace, policy and capacity.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,12 +71,13 @@ class ReplayTier:
         self._children: Ids = np.zeros(len(parents), dtype=np.int32)
         self.num_resident = 0
         self.now_s = 0.0
+        self._pins: Counter[int] = Counter()
 
     def clock(self) -> float:
         return self.now_s
 
     def pinned(self, block: int) -> bool:
-        return False
+        return block in self._pins
 
     def children(self, block: int) -> int:
         return int(self._children[block])
@@ -104,6 +106,14 @@ class ReplayTier:
         parents = self._parents[blocks]
         self._children[parents[parents >= 0]] += 1
         self.num_resident += len(blocks)
+
+    def pin(self, block: int) -> None:
+        self._pins[block] += 1
+
+    def unpin(self, block: int) -> None:
+        self._pins[block] -= 1
+        if not self._pins[block]:
+            del self._pins[block]
 
     def drop(self, blocks: Ids) -> None:
         self.resident[blocks] = False

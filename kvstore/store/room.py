@@ -8,6 +8,9 @@ Freeing RAM is immediate. Freeing SSD space is a delete in the worker's queue, a
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
+from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.catalog import Catalog
 from kvstore.store.clearing import Clearing
@@ -124,6 +127,14 @@ class Room:
             self._next.clear()
         self.policies[tier].on_access(blocks)
         self.hints.used(blocks)
+
+    def asked(self, keys: bytes, tiers: bytes) -> None:
+        """An engine asks for the blocks of a prompt, in prefix order; the first ones are in these tiers, by number."""
+        names = np.frombuffer(keys, dtype="<u8")[:: KEY_BYTES // 8]
+        fastest = np.frombuffer(tiers, dtype=np.uint8)
+        for tier, policy in self.policies.items():
+            is_slower = fastest > tier
+            policy.on_request(names, int(is_slower.argmax()) if is_slower.any() else len(fastest))
 
     def hint(self, blocks: Ids, hint: Hint, *, ends_at_s: float | None = None) -> None:
         """Somebody says what will become of these blocks of one prefix, in order."""

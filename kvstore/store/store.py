@@ -283,6 +283,7 @@ class Store:
         info = self._catalog.namespaces[engine.namespace]
         is_request = keys != info.root  # else an engine only looks whether we are here
         if is_request:
+            self._room.asked(keys, tiers)
             for admitting in self._admitting.values():
                 admitting.asked(keys, len(tiers))
             if self.recording is not None:

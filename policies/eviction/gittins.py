@@ -15,24 +15,22 @@ by name for a while, so that a session that returns after it was evicted counts 
 without that, 1 to 2 points of token hit ratio were lost on the Mooncake traces.
 """
 
-import heapq
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
-from policies.base import EvictableView, Hint, Ids
+from policies.base import EvictableView, Hint, Ids, Names
+from policies.eviction.expected import Expected, Told
 from policies.eviction.hazards import Hazards
+from policies.eviction.kinds import HINT_KINDS, PLACE_KINDS, SHAPE, TAIL, kind_of, shared_kind, smooth
 from policies.eviction.leafwise import own_tail
 from policies.eviction.lives import Lives
+from policies.eviction.open import Open
+from policies.eviction.request import MAX_TURN, Ghost, Request
 from policies.eviction.runs import NONE, Runs
+from policies.eviction.search import search
 
-_HINTS, _PLACES, _NEWS, _GAPS, _TURNS = _SHAPE = 3, 3, 8, 8, 7
-_PLACE_KINDS = _NEWS * _GAPS * _TURNS
-_HINT_KINDS = _PLACES * _PLACE_KINDS
-_OWN, _TAIL, _SHARED = range(_PLACES)
 # What nothing, an end, and an expected request say before anything was learned of them.
 _HINT_FACTORS = 1.0, 0.01, 4.0
 # A priority is worth so many times the index.
@@ -40,37 +38,10 @@ _PRIORITY_FACTOR = 4.0
 _SAMPLE = 128
 # Where the sample does not do: so many leaves, or all.
 _LARGE_SAMPLE = 16_384
-_MAX_PASSED = 2_000
 _TIE = 1e-6
-_NEWEST = 0.5
-_SHORTEST_S = 0.25
-_GAP_OCTAVES = 1.5
 _LEARN_EVERY = 128
 _LEARN_FIRST = 16, 32, 64, 96
-_MAX_TURN = 1_000
 _MAX_SEEN = 32_768
-
-
-@dataclass(slots=True)
-class _Request:
-    """What was used last, and may be continued by what is inserted."""
-
-    end: int
-    runs: list[int]
-    at_s: float
-    gap_s: float | None
-    turn: int
-    kind: int
-
-
-class _Ghost(NamedTuple):
-    """What is known of a run by its last block's name, also after it left. `fan` above 1: it is shared."""
-
-    life: int
-    used_s: float
-    turn: int
-    gap_s: float
-    fan: int
 
 
 class Gittins:
@@ -80,12 +51,14 @@ class Gittins:
         self._view = view
         self._clock = clock
         self._random = np.random.default_rng(seed)
-        self._hazards = Hazards(_SHAPE, _HINT_FACTORS)
+        self._hazards = Hazards(SHAPE, _HINT_FACTORS)
         self._lives = Lives()
         self._runs = Runs(view)
         self._num_requests = 0
-        self._seen: dict[int, _Ghost] = {}
-        self._open: _Request | None = None
+        self._last_request = 0
+        self._seen: dict[int, Ghost] = {}
+        self._open: Open[Request] = Open()
+        self._expected = Expected()
         self._has_priorities = False
 
     def __len__(self) -> int:
@@ -97,32 +70,18 @@ class Gittins:
         if not len(ids):
             return
         now_s = self._clock()
-        runs = self._runs
-        path, ends = runs.path(ids)
-        last = path[-1]
-        gap_s = None
-        turn = 1
-        if not runs.is_shared[last]:
-            gap_s = _smooth(now_s - float(runs.used_s[last]), float(runs.gap_s[last]))
-            turn = min(int(runs.turn[last]) + 1, _MAX_TURN)
-        kind = _kind(0, gap_s, turn)
-        for run in path:
-            self._finish(int(runs.life[run]), now_s)
-            own = kind
-            if runs.is_shared[run]:
-                runs.gap_s[run] = shared_gap_s = _smooth(now_s - float(runs.used_s[run]), float(runs.gap_s[run]))
-                own = _shared_kind(int(runs.fan[run]), shared_gap_s)
-            else:
-                runs.gap_s[run] = gap_s or 0.0
-                if runs.is_tail[run] and not runs.kids[run]:
-                    own = kind + _TAIL * _PLACE_KINDS
-            runs.kind[run] = own
-        runs.priority[path] = 0
-        if len(path) > 1:
-            path = runs.join(path, ends, ids)
-        for run in path:
-            self._begin(run, int(runs.kind[run]), now_s, turn)
-        self._open = _Request(int(ids[-1]), path, now_s, gap_s, turn, kind)
+        path, ends = self._runs.path(ids)
+        request = self._open.take(self._view, int(ids[0]), now_s)
+        if request is None:
+            request = self._new_request()
+        self._use(request, path, ends, ids, now_s)
+        name = self._view.name(int(ids[-1]))
+        self._close(name)
+        told = self._expected.after(name)
+        if told is not None:
+            self._expect(request, told, now_s)
+            self._change(request, self._own(request, int(ids[-1])))
+        self._open.put(name, request, now_s)
 
     def on_insert(self, blocks: Sequence[int] | Ids) -> None:
         ids = np.asarray(blocks, dtype=np.int32)
@@ -147,6 +106,11 @@ class Gittins:
         if len(ids):
             self._insert(ids)
 
+    def on_request(self, names: Names, known: int) -> None:
+        if known:
+            self._close(int(names[known - 1]))
+        self._expected.tell(names, known)
+
     def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None:
         ids = np.asarray(blocks, dtype=np.int32)
         ids = ids[self._runs.known(ids)]
@@ -167,7 +131,7 @@ class Gittins:
                     runs.cut(above)
             path, _ = runs.path(ids)
         said = 0 if hint.returns is None else 1 + hint.returns
-        runs.kind[path] = runs.kind[path] % _HINT_KINDS + said * _HINT_KINDS
+        runs.kind[path] = runs.kind[path] % HINT_KINDS + said * HINT_KINDS
         for run in path:
             self._lives.set_kind(int(runs.life[run]), int(runs.kind[run]))
             self._hazards.saw(int(runs.kind[run]))
@@ -186,57 +150,19 @@ class Gittins:
             if runs.is_shared[run]:
                 self._remember(self._view.name(block), run)
         runs.remove_many(ids)
-        self._open = None
 
     def victims(self, bytes_needed: int) -> list[int]:
         leaves = self._runs.leaves
         for most in (_SAMPLE, _LARGE_SAMPLE):
-            chosen = self._search(bytes_needed, leaves.some(most, self._random))
+            now_s = self._clock()
+            order, values = self._ordered(leaves.some(most, self._random), now_s)
+            index_of = partial(self._index, now_s=now_s)
+            chosen = search(self._view, self._runs, order, values, index_of, bytes_needed)
             if chosen or len(leaves) <= most:
                 return chosen
         return []
 
     # ------------------------------------------------------------ private
-
-    def _search(self, bytes_needed: int, leaves: Ids) -> list[int]:
-        """Return victims among these leaves and what they leave as leaves; [] where that is not enough."""
-        view, runs, now_s = self._view, self._runs, self._clock()
-        order, values = self._ordered(leaves, now_s)
-        at = 0
-        heap: list[tuple[float, int]] = []  # what became a leaf meanwhile
-        chosen: list[int] = []
-        tried: set[int] = set()
-        orphaned: dict[int, int] = {}
-        freed_bytes = num_passed = 0
-        while freed_bytes < bytes_needed and num_passed < _MAX_PASSED:
-            if heap and (at == len(order) or heap[0][0] <= values[at]):
-                _, run = heapq.heappop(heap)
-            elif at < len(order):
-                run = order[at]
-                at += 1
-                if run in tried:
-                    continue  # drawn twice
-            else:
-                break
-            tried.add(run)
-            blocks = runs.blocks(run, bytes_needed - freed_bytes)  # a block is at least a byte
-            num_children = view.children_of(np.array(blocks, dtype=np.int32)).tolist()
-            num_children[0] -= orphaned.get(run, 0) - 1
-            for block, children in zip(blocks, num_children, strict=True):
-                if children > 1 or view.pinned(block):
-                    num_passed += 1
-                    break
-                chosen.append(block)
-                freed_bytes += view.size_bytes(block)
-                if freed_bytes >= bytes_needed:
-                    break
-            else:
-                above = runs.parent(run)
-                if above != NONE:
-                    orphaned[above] = orphaned.get(above, 0) + 1
-                    if orphaned[above] == runs.kids[above]:
-                        heapq.heappush(heap, (self._index(above, now_s), above))
-        return chosen if freed_bytes >= bytes_needed else []
 
     def _ordered(self, leaves: Ids, now_s: float) -> tuple[list[int], list[float]]:
         """Return the leaves and their indices, the lowest index first."""
@@ -254,19 +180,74 @@ class Gittins:
         index: float = self._hazards.index_of(int(runs.kind[run]), now_s - float(runs.used_s[run]))
         return index * float(_PRIORITY_FACTOR ** int(runs.priority[run]))
 
+    def _new_request(self) -> Request:
+        self._last_request += 1
+        return Request(self._last_request)
+
+    def _use(self, request: Request, path: list[int], ends: list[int], ids: Ids, now_s: float) -> None:
+        """These whole runs of a prefix were used again, as the next piece of the request, or its first."""
+        runs = self._runs
+        last = path[-1]
+        if runs.request[last] != request.number:
+            if not runs.is_shared[last]:
+                request.gap_s = smooth(now_s - float(runs.used_s[last]), float(runs.gap_s[last]))
+                request.turn = min(int(runs.turn[last]) + 1, MAX_TURN)
+            else:
+                request.gap_s, request.turn = None, 1
+        gap_s = request.gap_s
+        above = self._own(request, self._view.parent(int(ids[0])))
+        kind = self._change(request, above)
+        for run in path:
+            self._finish(int(runs.life[run]), now_s)
+            own = kind
+            if runs.is_shared[run]:
+                runs.gap_s[run] = shared_gap_s = smooth(now_s - float(runs.used_s[run]), float(runs.gap_s[run]))
+                own = shared_kind(int(runs.fan[run]), shared_gap_s)
+            else:
+                runs.gap_s[run] = gap_s or 0.0
+                if runs.is_tail[run] and not runs.kids[run]:
+                    own = kind + TAIL * PLACE_KINDS
+            runs.kind[run] = own
+        runs.priority[path] = 0
+        begun = self._begun(request, self._view.parent(int(ids[0])))
+        if begun != NONE:
+            path, ends = [begun, *path], [0, *ends]
+        if len(path) > 1:
+            path = runs.join(path, ends, ids)
+        if begun != NONE:
+            # Whole again: the last piece ended within it.
+            if runs.is_shared[begun]:
+                runs.kind[begun] = shared_kind(int(runs.fan[begun]), float(runs.gap_s[begun]))
+                self._hazards.saw(int(runs.kind[begun]))
+                self._lives.set_kind(int(runs.life[begun]), int(runs.kind[begun]))
+            path = path[1:]
+        for run in path:
+            self._begin(run, int(runs.kind[run]), now_s, request)
+
     def _insert(self, ids: Ids) -> None:
         """New blocks, each the parent of the next."""
         now_s = self._clock()
         runs = self._runs
-        before = self._open
-        if before is not None and (before.at_s != now_s or self._view.parent(int(ids[0])) != before.end):
-            before = None
-        gap_s = before.gap_s if before else None
-        turn = before.turn if before else 1
-        num_new = len(ids)
-        if before is None and runs.has(self._view.parent(int(ids[0]))):
-            gap_s, turn = self._goes_on(int(runs.at[self._view.parent(int(ids[0]))]))
+        parent = self._view.parent(int(ids[0]))
+        request = self._open.take(self._view, int(ids[0]), now_s)
+        if request is None:
+            request = self._new_request()
+            if runs.has(parent):
+                # Whoever continues it has used it, but has not asked for it here.
+                run = int(runs.at[parent])
+                if int(runs.last[run]) != parent:
+                    runs.cut(parent)
+                self._use(request, [run], [0], np.array([parent], dtype=np.int32), now_s)
+        is_first = not request.is_counted
         names = self._view.names_of(ids).tolist()
+        told = self._expected.take(names[0])
+        if told is not None:
+            self._expect(request, told, now_s)
+        request.to_come = max(0, request.to_come - len(ids))
+        above = self._own(request, parent)
+        if not is_first:
+            self._forget_piece(request)
+            above = self._end_tail(request, above)
         known = self._seen
         seen = [(at + 1, known[name]) for at, name in enumerate(names) if name in known]
         start = 0
@@ -276,63 +257,124 @@ class Gittins:
                 # What more than one continued comes back as that, on its own.
                 run = runs.add(ids[start:stop], is_tail=False)
                 runs.fan[run], runs.is_shared[run] = ghost.fan, True
-                runs.gap_s[run] = shared_gap_s = _smooth(now_s - ghost.used_s, ghost.gap_s)
-                self._begin(run, _shared_kind(ghost.fan, shared_gap_s), now_s, 1)
+                runs.gap_s[run] = shared_gap_s = smooth(now_s - ghost.used_s, ghost.gap_s)
+                shared = Request(request.number)
+                self._begin(run, shared_kind(ghost.fan, shared_gap_s), now_s, shared)
                 start = stop
-        if seen:
+        request.num_come += len(ids)
+        request.num_new = max(request.num_new, request.num_come)
+        if seen and not request.to_come:
             stop, ghost = seen[-1]
-            num_new = len(ids) - 1 - stop + 1
-            gap_s, turn = None, 1
-            if ghost.fan <= 1:
-                gap_s, turn = _smooth(now_s - ghost.used_s, ghost.gap_s), min(ghost.turn + 1, _MAX_TURN)
-        kind = _kind(num_new, gap_s, turn)
-        if before is not None:
-            for above in before.runs:
-                if runs.kind[above] in (before.kind, before.kind + _TAIL * _PLACE_KINDS):
-                    runs.is_tail[above] = False
-                    runs.kind[above] = kind
-                    self._lives.set_kind(int(runs.life[above]), kind)
-                    runs.gap_s[above] = gap_s or 0.0
-                runs.turn[above] = turn
-            self._hazards.saw(kind)
-        end = len(ids) - 1
+            request.num_new = request.num_come = len(ids) - stop
+            request.follows(ghost, now_s)
+        kind = self._change(request, above)
+        # The last block that has come is the tail of the prompt unless more is known to come.
+        end = len(ids) - (not request.to_come)
         if start < end:
-            body = runs.add(ids[start:end], is_tail=False)
-            self._begin(body, kind, now_s, turn)
-            runs.gap_s[body] = gap_s or 0.0
-            self._remember(names[end - 1], body)
-        elif before is not None and not start:
-            self._remember(self._view.name(before.end), before.runs[-1])
-        if start <= end:
+            body = above[0] if above and not start else NONE
+            if body != NONE and runs.life[body] == request.body and not runs.kids[body] and runs.kind[body] == kind:
+                runs.extend(body, ids[:end])
+            else:
+                body = runs.add(ids[start:end], is_tail=False)
+                self._begin(body, kind, now_s, request)
+                runs.gap_s[body] = request.gap_s or 0.0
+            request.body = int(runs.life[body])
+            request.remembered = request.end if request.to_come and request.end >= 0 else names[end - 1]
+            self._remember(request.remembered, body)
+        elif above and not start:
+            request.remembered = self._view.name(parent)
+            self._remember(request.remembered, above[0])
+        if start <= end < len(ids):
             tail = runs.add(ids[end:], is_tail=True)
-            self._begin(tail, kind + _TAIL * _PLACE_KINDS, now_s, turn)
-            runs.gap_s[tail] = gap_s or 0.0
-        self._open = None
-        self._num_requests += 1
-        if self._num_requests % _LEARN_EVERY == 0 or self._num_requests in _LEARN_FIRST:
-            self._hazards.learn(self._lives, now_s)
+            self._begin(tail, kind + TAIL * PLACE_KINDS, now_s, request)
+            runs.gap_s[tail] = request.gap_s or 0.0
+        self._open.put(names[-1], request, now_s)
+        if is_first:
+            request.is_counted = True
+            self._num_requests += 1
+            if self._num_requests % _LEARN_EVERY == 0 or self._num_requests in _LEARN_FIRST:
+                self._hazards.learn(self._lives, now_s)
 
-    def _goes_on(self, run: int) -> tuple[float | None, int]:
-        """A request's blocks come piece by piece: what was its tail is none. Return its gap and turn."""
+    def _begun(self, request: Request, end: int) -> int:
+        """Return the run that the request's last piece ended in, or NONE."""
         runs = self._runs
-        if not runs.is_tail[run] or runs.kids[run] or int(runs.kind[run]) % _HINT_KINDS // _PLACE_KINDS != _TAIL:
-            return None, 1
-        runs.is_tail[run] = False
-        runs.kind[run] -= _TAIL * _PLACE_KINDS
-        self._hazards.saw(int(runs.kind[run]))
-        self._lives.set_kind(int(runs.life[run]), int(runs.kind[run]))
-        gap_s, turn = float(runs.gap_s[run]) or None, int(runs.turn[run])
-        above = runs.parent(run)
-        if above != NONE and runs.turn[above] == turn:
-            self._lives.void(int(runs.life[run]))
-            runs.join([above, run], [0, int(runs.length[run])], np.array(runs.blocks(run, 1), dtype=np.int32))
-        return gap_s, turn
+        run = int(runs.at[end]) if runs.has(end) else NONE
+        if run == NONE or runs.request[run] != request.number or runs.priority[run]:
+            return NONE
+        return run
 
-    def _begin(self, run: int, kind: int, now_s: float, turn: int) -> None:
+    def _close(self, name: int) -> None:
+        """A request begins that is known up to here; so no other that has inserted what comes to here goes on."""
+        self._open.close(name, lambda request: request.is_counted)
+
+    def _expect(self, request: Request, told: Told, now_s: float) -> None:
+        """Take into account from the beginning what was told to come."""
+        request.to_come, names = told.num_blocks, told.names
+        request.end = int(names[-2]) if len(names) > 1 else -1
+        request.num_new, request.num_come = request.to_come, 0
+        for at, later in enumerate(reversed(names.tolist())):
+            ghost = self._seen.get(later)
+            if ghost is not None and ghost.request != request.number:
+                request.num_new, request.num_come = at, at - request.to_come
+                request.follows(ghost, now_s)
+                break
+
+    def _own(self, request: Request, end: int) -> list[int]:
+        """Return the runs of the request that are not shared, from the block it has come to upwards."""
+        runs = self._runs
+        found: list[int] = []
+        run = int(runs.at[end]) if runs.has(end) else NONE
+        while run != NONE and runs.request[run] == request.number and not runs.is_shared[run]:
+            found.append(run)
+            run = runs.parent(run)
+        return found
+
+    def _change(self, request: Request, above: list[int]) -> int:
+        """Put the request's runs into the class that it is of by now, and return that."""
+        runs = self._runs
+        kind = kind_of(request.num_new, request.gap_s, request.turn)
+        for run in above:
+            said = int(runs.kind[run]) // HINT_KINDS * HINT_KINDS
+            runs.kind[run] = kind + said
+            runs.is_tail[run] = False
+            runs.gap_s[run] = request.gap_s or 0.0
+            runs.turn[run] = request.turn
+            self._lives.set_kind(int(runs.life[run]), kind + said)
+            self._hazards.saw(kind + said)
+        return kind
+
+    def _end_tail(self, request: Request, above: list[int]) -> list[int]:
+        """The request goes on: what was its tail is none, and joins what was inserted before it."""
+        runs = self._runs
+        if not above or not runs.is_tail[above[0]]:
+            return above
+        tail = above[0]
+        runs.is_tail[tail] = False
+        if len(above) == 1 or runs.life[above[1]] != request.body:
+            if request.body < 0:
+                request.body = int(runs.life[tail])
+            return above
+        into = above[1]
+        life = int(runs.life[tail])
+        if runs.priority[into] == runs.priority[tail]:
+            blocks = np.array(runs.blocks(tail, int(runs.length[tail])), dtype=np.int32)
+            if runs.join([into, tail], [0, len(blocks)], blocks) == [into]:
+                self._lives.void(life)
+                return above[1:]
+        return above
+
+    def _forget_piece(self, request: Request) -> None:
+        """What a request has come to is remembered only while it has not gone on."""
+        ghost = self._seen.get(request.remembered)
+        if ghost is not None and ghost.fan <= 1 and ghost.request == request.number:
+            del self._seen[request.remembered]
+
+    def _begin(self, run: int, kind: int, now_s: float, request: Request) -> None:
         runs = self._runs
         runs.used_s[run] = now_s
         runs.kind[run] = kind
-        runs.turn[run] = turn
+        runs.turn[run] = request.turn
+        runs.request[run] = request.number
         runs.life[run] = self._lives.begin(kind, now_s)
         self._hazards.saw(kind)
 
@@ -345,28 +387,13 @@ class Gittins:
         """The last block of a run, by which that is known when it returns."""
         runs = self._runs
         self._seen.pop(name, None)
-        self._seen[name] = _Ghost(
+        self._seen[name] = Ghost(
             int(runs.life[run]),
             float(runs.used_s[run]),
             int(runs.turn[run]),
             float(runs.gap_s[run]),
             int(runs.fan[run]) if runs.is_shared[run] else 0,
+            int(runs.request[run]),
         )
         if len(self._seen) > _MAX_SEEN:
             del self._seen[next(iter(self._seen))]
-
-
-def _smooth(gap_s: float, before_s: float) -> float:
-    gap_s = max(gap_s, _SHORTEST_S)
-    return gap_s**_NEWEST * before_s ** (1 - _NEWEST) if before_s else gap_s
-
-
-def _kind(num_new: int, gap_s: float | None, turn: int) -> int:
-    new = min((num_new + 1).bit_length() - 1, _NEWS - 1)
-    gap = 0 if gap_s is None else min(int(math.log2(max(gap_s, 1.0)) / _GAP_OCTAVES) + 1, _GAPS - 1)
-    return (new * _GAPS + gap) * _TURNS + min(turn - 1 if turn < 3 else turn.bit_length(), _TURNS - 1)
-
-
-def _shared_kind(fan: int, gap_s: float) -> int:
-    gap = min(int(math.log2(max(gap_s, 0.125))) + 4, _GAPS * _TURNS - 1)
-    return _SHARED * _PLACE_KINDS + min(fan.bit_length(), _NEWS - 1) * _GAPS * _TURNS + gap

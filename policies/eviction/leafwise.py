@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from policies.base import EvictableView, Hint, Ids
+from policies.base import EvictableView, Hint, Ids, Names
 from policies.eviction.queue import NEVER, MomentQueue, Moments
 
 # A search that meets this many leaves which must stay gives up: better a refusal than a stalled control thread.
@@ -93,6 +93,9 @@ class Leafwise:
             self._use(ids)
             if self._was_hinted:
                 self._requeue(ids)
+
+    def on_request(self, names: Names, known: int) -> None:
+        """Which pieces make a request is all the same here."""
 
     def on_hint(self, blocks: Sequence[int] | Ids, hint: Hint) -> None:
         ids = np.asarray(blocks, dtype=np.int32)

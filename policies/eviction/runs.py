@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Runs:
-    """4 bytes a block and 58 a run. Columns go by run; those of what a policy knows are for it to write.
+    """4 bytes a block and 66 a run. Columns go by run; those of what a policy knows are for it to write.
 
     `at` says in which run a block is, or NONE. `kids` counts runs that continue a run. What is not a run any more has
     `length` 0, and its number is given out again.
@@ -45,6 +45,8 @@ class Runs:
         self.priority: Smalls = np.zeros(_MIN_ROWS, dtype=np.int16)
         # What of lives.py the run is in now.
         self.life: npt.NDArray[np.int64] = np.zeros(_MIN_ROWS, dtype=np.int64)
+        # Which request used it last, of those that may go on (gittins.py).
+        self.request: npt.NDArray[np.int64] = np.zeros(_MIN_ROWS, dtype=np.int64)
         # Whether the run is the last, maybe partial, block of a prompt.
         self.is_tail: npt.NDArray[np.bool_] = np.zeros(_MIN_ROWS, dtype=np.bool_)
         # Whether it was ever continued in two ways, other than by a tail.
@@ -169,6 +171,13 @@ class Runs:
         self.num_blocks += len(blocks)
         return run
 
+    def extend(self, run: int, blocks: Ids) -> None:
+        """Let new blocks, each the parent of the next, go on with a run that nothing continues."""
+        self.at[blocks] = run
+        self.length[run] += len(blocks)
+        self.last[run] = int(blocks[-1])
+        self.num_blocks += len(blocks)
+
     def remove(self, block: int) -> None:
         """Take out a known block; usually the last of its run."""
         run = int(self.at[block])
@@ -253,6 +262,7 @@ class Runs:
             self.turn,
             self.priority,
             self.life,
+            self.request,
         )
 
     def _new(self, first: int, last: int, length: int) -> int:
@@ -281,4 +291,5 @@ class Runs:
         self.is_tail, self.is_shared = grown(self.is_tail, rows), grown(self.is_shared, rows)
         self.fan, self.life = grown(self.fan, rows), grown(self.life, rows)
         self.gap_s = grown(self.gap_s, rows)
+        self.request = grown(self.request, rows)
         self.leaves.grow(rows)

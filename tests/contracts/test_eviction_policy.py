@@ -26,7 +26,7 @@ def maker(name: str) -> Callable[[Tree], EvictionPolicy]:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    verbs = st.sampled_from(["insert", "insert", "access", "hint", "remove", "evict", "pin"])
+    verbs = st.sampled_from(["insert", "insert", "access", "request", "hint", "remove", "evict", "pin"])
     return draw(st.lists(st.tuples(verbs, st.integers(0, 30), st.integers(0, 2**16)), max_size=60))
 
 
@@ -100,6 +100,9 @@ def live(tree: Tree, history: list[tuple[str, int, int]]) -> list[list[int]]:
                 tree.sizes.update({block: choice.choice((50, 100, 300)) for block in free})
         elif verb == "access" and held:
             tree.policy.on_access(choice.sample(held, min(len(held), 1 + number % 5)))
+        elif verb == "request":
+            names = np.array(choice.sample(range(40), 1 + number), dtype=np.uint64)
+            tree.policy.on_request(names, choice.randrange(len(names) + 1))
         elif verb == "hint" and held:
             tree.policy.on_hint(held[noise % len(held) :], Hint(choice.choice((None, False, True)), number % 5 - 2))
         elif verb == "remove" and held:

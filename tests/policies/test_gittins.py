@@ -3,9 +3,10 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from policies.eviction import gittins
+from policies.eviction import gittins, kinds
 from policies.eviction.choice import make
 from policies.eviction.gittins import Gittins
 from policies.eviction.runs import Runs
@@ -63,7 +64,7 @@ def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
     runs = runs_of(tree)
     assert runs.turn[runs.at[[1, 2, 4]]].tolist() == [2, 2, 2]
     assert runs.gap_s[runs.at[1]] == 40.0
-    new = runs.kind[runs.at[1]] // (gittins._GAPS * gittins._TURNS)
+    new = runs.kind[runs.at[1]] // (kinds.NUM_GAPS * kinds.NUM_TURNS)
     assert new == 1, "block 4 alone was new"
 
 
@@ -108,6 +109,51 @@ def test_blocks_that_come_one_by_one_are_one_request() -> None:
     assert runs.turn[runs.at[[1, 5]]].tolist() == [1, 1]
 
 
+def test_a_prompt_in_pieces_is_of_the_class_of_the_whole_from_its_first_piece_on() -> None:
+    tree = gittins_tree()
+    tree.policy.on_request(np.arange(1, 25, dtype=np.uint64), 0)
+    tree.insert(range(1, 9))
+    runs = runs_of(tree)
+    first = int(runs.kind[runs.at[1]])
+    tree.insert(range(100, 108))  # another's
+    tree.now_s += 1.0
+    tree.insert(range(9, 17), 8)
+    tree.insert(range(17, 25), 16)
+    assert first == runs.kind[runs.at[1]] == runs.kind[runs.at[23]]
+    assert runs.at[1] == runs.at[23] != runs.at[24]
+    assert first != runs.kind[runs.at[100]]
+
+
+def test_a_fetch_in_pieces_is_one_use() -> None:
+    whole, pieces = gittins_tree(), gittins_tree()
+    for tree in (whole, pieces):
+        tree.insert(range(1, 21))
+        tree.now_s = 40.0
+    whole.policy.on_access(range(1, 20))
+    for start in (1, 8, 15):
+        pieces.policy.on_access(range(start, min(start + 7, 20)))
+    for tree in (whole, pieces):
+        tree.insert([30, 31], 19)
+    ids = [1, 10, 19, 30, 31]
+    for column in ("kind", "turn", "gap_s", "at"):
+        of_whole, of_pieces = (getattr(runs_of(tree), column) for tree in (whole, pieces))
+        if column != "at":
+            assert of_whole[runs_of(whole).at[ids]].tolist() == of_pieces[runs_of(pieces).at[ids]].tolist()
+    assert runs_of(pieces).at[1] == runs_of(pieces).at[19]
+
+
+def test_who_asks_again_begins_another_turn_though_it_fetches_nothing() -> None:
+    """It has the blocks in its own memory."""
+    tree = gittins_tree()
+    tree.insert([1, 2, 3])
+    tree.now_s = 20.0
+    tree.policy.on_request(np.arange(1, 6, dtype=np.uint64), 3)
+    tree.insert([4, 5], 3)
+    runs = runs_of(tree)
+    assert runs.turn[runs.at[[4, 5]]].tolist() == [2, 2]
+    assert runs.gap_s[runs.at[4]] == 20.0
+
+
 def test_what_many_continue_is_known_as_that_also_after_it_left() -> None:
     tree = gittins_tree()
     tree.insert([1, 2, 3, 4])
@@ -116,12 +162,12 @@ def test_what_many_continue_is_known_as_that_also_after_it_left() -> None:
         tree.insert([10 * number + 10, 10 * number + 11], 2)
     runs = runs_of(tree)
     shared = runs.kind[runs.at[1]]
-    assert shared // gittins._PLACE_KINDS == gittins._SHARED
+    assert shared // kinds.PLACE_KINDS == kinds.SHARED
     assert runs.turn[runs.at[30]] == 1, "another session"
     tree.evict(len(tree.held))
     tree.insert([1, 2, 40, 41])
     assert runs.is_shared[runs.at[1]] and not runs.is_shared[runs.at[40]]
-    assert runs.kind[runs.at[1]] // gittins._PLACE_KINDS == gittins._SHARED
+    assert runs.kind[runs.at[1]] // kinds.PLACE_KINDS == kinds.SHARED
 
 
 def test_where_too_many_sampled_leaves_must_stay_more_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

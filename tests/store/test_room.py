@@ -8,6 +8,7 @@ import pytest
 from kvstore.config import RamConfig, SsdConfig
 from kvstore.core.outcome import Outcome, TierKind
 from policies.eviction.choice import NAMES
+from policies.eviction.gittins import Gittins
 from tests.store.test_stress import User
 from tests.support.chats import Prefix, namespace
 from tests.support.rig import Rig, memory
@@ -108,3 +109,21 @@ def test_after_a_restart_the_policy_knows_all_that_the_ssd_holds(make_rig: MakeR
     second = make_rig("second", **options)
     assert len(second.store._room.policies[TierKind.SSD]) == 36
     second.check()
+
+
+def test_a_prompt_that_an_engine_stores_in_pieces_is_one_request(make_rig: MakeRig) -> None:
+    """Taken for requests of their own, pieces made gittins worse than lru."""
+    rig = make_rig(ram_bytes=100 * 8192, ram_config=RamConfig(policy="gittins"))
+    engine, other = rig.attach(NAMESPACE), rig.attach(NAMESPACE)
+    keys, others = Prefix(NAMESPACE, 1, 24).keys, Prefix(NAMESPACE, 2, 24).keys
+    rig.lookup(engine, keys)
+    rig.lookup(other, others)
+    for start in (0, 8, 16):
+        rig.put(engine, NAMESPACE, keys[: start + 8], start)
+        rig.put(other, NAMESPACE, others[: start + 8], start)
+        rig.clock.now += 1.0
+    policy = rig.store._room.policies[TierKind.RAM]
+    assert isinstance(policy, Gittins)
+    assert policy._lives.end == 4, "of each prompt one for its last block and one for all before it"
+    assert set(policy._runs.turn[policy._runs.at[policy._runs.at >= 0]].tolist()) == {1}
+    rig.check()
