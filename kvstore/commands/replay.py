@@ -18,6 +18,7 @@ from kvstore.core.units import parse_size
 from policies import admission as admission_policies
 from policies.eviction.belady import Belady
 from policies.eviction.choice import NAMES, make
+from policies.pieces import replay_in_pieces
 from policies.profiles import MODELS
 from policies.replay import Accesses, MakePolicy, Replayed, accesses_of, infinite_hit_ratio
 from policies.replay import replay as replay_accesses
@@ -84,6 +85,16 @@ def replay(
             "--hints", metavar="KIND", help="'returns': tell the policy of each request whether its session returns."
         ),
     ] = "none",
+    piece_blocks: Annotated[
+        int,
+        typer.Option(
+            "--piece-blocks", metavar="N", min=0, help="Prompts come in pieces of so many blocks, as from an engine."
+        ),
+    ] = 0,
+    concurrent: Annotated[
+        int,
+        typer.Option("--concurrent", metavar="N", min=1, help="With --piece-blocks: so many requests in turns."),
+    ] = 1,
     ram_blocks: Annotated[
         int, typer.Option("--ram-blocks", metavar="N", min=0, help="RAM of so many blocks in front of --ssd-blocks.")
     ] = 0,
@@ -140,6 +151,12 @@ def replay(
         raise typer.BadParameter("needs --ssd-blocks, the room of the SSD", param_hint="--admission")
     if hints not in _HINTS:
         raise typer.BadParameter(f"{hints!r} is neither 'none' nor 'returns'", param_hint="--hints")
+    if concurrent > 1 and not piece_blocks:
+        raise typer.BadParameter("goes with --piece-blocks only", param_hint="--concurrent")
+    if piece_blocks and (ssd_blocks or ram_blocks or size or hints != "none" or "belady" in names):
+        if policies != "all" or ssd_blocks or ram_blocks or size or hints != "none":
+            raise typer.BadParameter("goes with --policy (not belady) and capacities only", param_hint="--piece-blocks")
+        names = NAMES
     if plot is not None:
         check_plot(plot)
     read = accesses_of(read_trace(trace, block_tokens=block_tokens or None))
@@ -163,7 +180,10 @@ def replay(
     rows = []
     todo = [(name, capacity) for name in names for capacity in capacities]
     for name, capacity in track(todo, "replaying", console=Console(stderr=True), transient=True, disable=len(todo) < 2):
-        replayed = replay_accesses(read, capacity, _maker(name), tells_returns=hints == "returns")
+        if piece_blocks:
+            replayed = replay_in_pieces(read, capacity, _maker(name), piece_blocks, concurrent)
+        else:
+            replayed = replay_accesses(read, capacity, _maker(name), tells_returns=hints == "returns")
         rows.append(_row(trace, name, hints, read, replayed, infinite))
     if plot is not None:
         plot_hit_ratios(plot, [(row.policy, row.capacity_blocks, row.token_hit_ratio) for row in rows], infinite)

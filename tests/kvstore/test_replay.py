@@ -144,6 +144,17 @@ def test_a_hint_that_a_session_returns_keeps_it(run: Run, trace: Path, hints: st
     assert json.loads(out)["hit_tokens"] == 512 * hit_blocks
 
 
+def test_prompts_in_pieces_are_replayed_under_all_policies_that_do_not_know_the_future(run: Run, trace: Path) -> None:
+    code, out, _ = run(str(trace), "--capacity-blocks", "8", "--piece-blocks", "2", "--concurrent", "2", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert "belady" not in {row["policy"] for row in rows} and len(rows) == 6
+    assert {row["hit_tokens"] for row in rows} == {512 * (1 + 4)}
+    code, _, err = run(str(trace), "--piece-blocks", "2", "--policy", "belady")
+    assert code == 2
+    assert "--piece-blocks" in err
+
+
 def test_unknown_hints_are_refused(run: Run, trace: Path) -> None:
     code, _, err = run(str(trace), "--hints", "all")
     assert code == 2
