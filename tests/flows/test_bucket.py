@@ -103,6 +103,7 @@ def test_a_session_outlives_ram_and_ssd_in_the_bucket(bucket: Bucket) -> None:
         turn(client, prefix)
         until(lambda: durable(client) == "s3")
         assert len(bucket.names("blocks")) == 40
+        daemon.wait_written()
         client.evict(["ram", "ssd"])
         assert client.lookup(prefix.keys).tiers == [TierKind.S3] * 40
         outcomes, sources = fetch(client, NAMESPACE, prefix.keys)
@@ -176,6 +177,7 @@ def test_an_object_that_is_not_the_block_becomes_a_miss_and_can_be_stored_again(
         assert durable(client) != "s3"
         turn(client, Prefix(NAMESPACE, 1, 7), 1)
         until(lambda: durable(client) == "s3")
+        daemon.wait_written()
         client.evict(["ram", "ssd"])
         assert fetch(client, NAMESPACE, prefix.keys)[0] == [Outcome.OK] * 6
 
@@ -209,6 +211,7 @@ def test_deleting_a_session_deletes_its_own_blocks_in_every_tier_and_spares_shar
         assert len(client.lookup(Prefix(NAMESPACE, 1, 10).keys).tiers) == 4
         daemon.restart()
         assert client.session_get("chat") is None
+        daemon.wait_written()
         client.evict(["ram", "ssd"])
         assert fetch(client, NAMESPACE, Prefix(NAMESPACE, 1, 4).keys)[0] == [Outcome.OK] * 4
 
@@ -252,6 +255,7 @@ def test_a_bucket_that_stops_answering_costs_a_deadline_and_no_more(
         with contextlib.closing(daemon.engine()) as client:
             turn(client, prefix)
             until(lambda: durable(client) == "s3")
+            daemon.wait_written()
             client.evict(["ram", "ssd"])
             proxy.misbehave(mode)  # type: ignore[arg-type]
             started = time.monotonic()
@@ -285,6 +289,7 @@ def test_the_buckets_worker_that_is_killed_comes_back(bucket: Bucket) -> None:
         until(lambda: daemon.stats()["tiers"]["s3"]["state"] == "down")
         assert client.session_get("chat") is not None
         until(lambda: durable(client) == "s3")
+        daemon.wait_written()
         client.evict(["ram", "ssd"])
         assert fetch(client, NAMESPACE, prefix.keys)[0] == [Outcome.OK] * 20
 
