@@ -274,7 +274,9 @@ class Load:
                     longest_s = max(longest_s, remaining_s)
             return longest_s
 
-        meeting = meet(rest, prefill, loaded_s, self._gpu_price)
+        # Where nothing is known yet, computing meanwhile is how it is learned.
+        is_planned = self.plan.start < self.plan.end or not self.plan.measured
+        meeting = meet(rest, prefill, loaded_s, self._gpu_price, is_planned=is_planned)
         wait_until_s = self._promise.may_wait_until(rest.gpu_queue_s + self._through_s(rest, prefill))
         self._is_late = bool(silent) or now >= wait_until_s
         goal = self.cached if meeting.end >= rest.cached else meeting.end
