@@ -22,6 +22,7 @@ BlockKey = NewType("BlockKey", bytes)
 """KEY_BYTES bytes that name one block; opaque to everybody but this module."""
 
 KEY_BYTES = 32
+NAME_BYTES = 8
 HashName = Literal["sha256", "xxh3_128"]
 MAX_TOKEN_ID = 2**32 - 1
 
@@ -93,6 +94,26 @@ def chain_keys(
     first = namespace.root() if parent is None else parent
     # A cast, since calling the NewType for each of hundreds of keys takes a tenth of the time.
     return cast(list[BlockKey], _CHAINS[namespace.hash_name](first, blocks))
+
+
+def engine_keys(namespace: Namespace, hashes: Sequence[bytes]) -> list[BlockKey]:
+    """Return the keys of blocks that an engine has already named by chained hashes of its own, one per hash, in order.
+
+    24 bytes of SHA-256(root ‖ hash), then the last 8 bytes of the hash itself: by those 8 bytes the engine's KV events
+    and the routers that read them know the block, so the daemon's events can name it without being told.
+    Raises ValueError for a hash of less than 8 bytes.
+    """
+    root = namespace.root()
+    if any(len(value) < NAME_BYTES for value in hashes):
+        raise ValueError(f"a block's hash has at least {NAME_BYTES} bytes")
+    digest = hashlib.sha256
+    cut = KEY_BYTES - NAME_BYTES
+    return cast(list[BlockKey], [digest(root + value).digest()[:cut] + value[-NAME_BYTES:] for value in hashes])
+
+
+def event_name(key: bytes) -> int:
+    """Return what KV events call the block: the last 8 bytes of its key, most significant first."""
+    return int.from_bytes(key[-NAME_BYTES:], "big")
 
 
 def join_keys(keys: Sequence[BlockKey]) -> bytes:
