@@ -96,19 +96,24 @@ def chain_keys(
     return cast(list[BlockKey], _CHAINS[namespace.hash_name](first, blocks))
 
 
-def engine_keys(namespace: Namespace, hashes: Sequence[bytes]) -> list[BlockKey]:
-    """Return the keys of blocks that an engine has already named by chained hashes of its own, one per hash, in order.
+def engine_keys(root: bytes, hashes: Sequence[bytes]) -> list[BlockKey]:
+    """Return the keys of blocks that an engine has named by chained hashes of its own, one per hash, in order.
 
-    24 bytes of SHA-256(root ‖ hash), then the last 8 bytes of the hash itself: by those 8 bytes the engine's KV events
-    and the routers that read them know the block, so the daemon's events can name it without being told.
-    Raises ValueError for a hash of less than 8 bytes.
+    A key is the hash with all but its last NAME_BYTES xored with the namespace's root, a SHA-256 of all that the hash
+    does not cover. Two namespaces share a key only where a collision of SHA-256 is known; and a whole prefix is one
+    operation over an array, since hashing each block once more would take milliseconds of a long prompt. By the last
+    bytes the engine's KV events and the routers that read them know the block.
+
+    Hashes of half a key's width are taken twice. Raises ValueError for hashes of another length.
     """
-    root = namespace.root()
-    if any(len(value) < NAME_BYTES for value in hashes):
-        raise ValueError(f"a block's hash has at least {NAME_BYTES} bytes")
-    digest = hashlib.sha256
-    cut = KEY_BYTES - NAME_BYTES
-    return cast(list[BlockKey], [digest(root + value).digest()[:cut] + value[-NAME_BYTES:] for value in hashes])
+    if not hashes:
+        return []
+    width = len(hashes[0])
+    joined = b"".join(hashes if width == KEY_BYTES else [value * 2 for value in hashes])
+    if 2 * width not in (KEY_BYTES, 2 * KEY_BYTES) or len(joined) != KEY_BYTES * len(hashes):
+        raise ValueError(f"hashes of blocks have {KEY_BYTES} or {KEY_BYTES // 2} bytes, all alike, not {width}")
+    mask = np.frombuffer(root[:-NAME_BYTES] + bytes(NAME_BYTES), np.uint8)
+    return split_keys((np.frombuffer(joined, np.uint8).reshape(-1, KEY_BYTES) ^ mask).tobytes())
 
 
 def event_name(key: bytes) -> int:
