@@ -1,0 +1,222 @@
+"""The thread that asks the daemon what is cached for a prompt, and tells it of requests that have ended.
+
+    ask ──► session (where its id is new here) ──► lookup in the namespace of every rank ──► answer
+    tell ─► turns of sessions, hints, reports
+
+The scheduler asks and goes on; whatever the daemon does, it looks for an answer later and takes none for nothing once
+the deadline has passed. With several ranks a block counts as cached where every rank's part of it is.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.client import Client
+from kvstore.connectors.vllm_parts.gate import Gate
+from kvstore.connectors.vllm_parts.stats import Counters
+from kvstore.core.errors import ProtocolError, TierUnavailable
+from kvstore.core.key import BlockKey, Namespace, engine_keys
+from kvstore.core.outcome import Outcome, TierKind
+
+_log = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
+_SCOUT_DEADLINE_S = 0.25
+_MAX_ASKED = 1024
+_MAX_TOLD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's namespace, and the client that asks in it."""
+
+    namespace: Namespace
+    client: Client
+
+    def keys(self, hashes: Sequence[bytes]) -> list[BlockKey]:
+        return engine_keys(self.namespace.root(), hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`tiers[i]` is where block `first + i` of the prompt lies, the slowest of all ranks'. `why` nothing follows them.
+    `asked` False: nobody answered."""
+
+    first: int = 0
+    tiers: tuple[TierKind, ...] = ()
+    why: str = ""
+    asked: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Inquiry:
+    """A question under way. `hashes` are the prompt's, from block `first` on. `answer` is set once, by the thread."""
+
+    request_id: str
+    first: int
+    hashes: Sequence[bytes]
+    asked_s: float
+    deadline_s: float
+    session_id: str = ""
+    answer: Answer | None = None
+    is_dropped: bool = field(default=False)
+
+
+class Consult:
+    """`greet(shards, session_id, deadline_s)` is called before a lookup for a request with a session, and finds out
+    whether the session is known. All methods but those of the thread return at once."""
+
+    def __init__(
+        self,
+        shards: Callable[[], Sequence[Shard]],
+        greet: Callable[[Sequence[Shard], str, float], None],
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._make_shards = shards
+        self._shards: Sequence[Shard] = ()
+        self._greet = greet
+        self._counters = counters
+        self._clock = clock
+        self.gate = Gate("scheduler", clock)
+        # None ends the thread.
+        self._asked: queue.SimpleQueue[Inquiry | None] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[Callable[[Sequence[Shard]], None]] = queue.SimpleQueue()
+        self._answered = threading.Condition()
+        self._num_open = 0
+        self._thread: threading.Thread | None = None
+        counters.level("attached", "scheduler", lambda: self.gate.is_attached)
+
+    # ------------------------------------------------------------ for the scheduler
+
+    def ask(self, inquiry: Inquiry) -> None:
+        if self._num_open >= _MAX_ASKED:
+            inquiry.answer = Answer(why="busy")
+            return
+        self._start()
+        with self._answered:
+            self._num_open += 1
+        self._asked.put(inquiry)
+
+    def tell(self, work: Callable[[Sequence[Shard]], None]) -> None:
+        """Have `work` done on the thread, when nobody asks anything."""
+        if self._told.qsize() >= _MAX_TOLD:
+            self._counters.add("faults", "told_too_much")
+            return
+        self._start()
+        self._told.put(work)
+        self._asked.put(_WAKE)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for an answer, if one is to come: for steps that have nothing else to do."""
+        with self._answered:
+            if self._num_open:
+                self._answered.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was asked and told, in time, and end. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._asked.put(None)
+            thread.join(timeout_s)
+
+    # ------------------------------------------------------------ the thread
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvstore-consult", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._shards = self._make_shards()
+            while (inquiry := self._next()) is not None:
+                if inquiry is not _WAKE:
+                    self._do(inquiry)
+                elif self._asked.empty():
+                    self._tell_one()
+                else:
+                    # Those who ask wait, those who tell do not.
+                    self._asked.put(_WAKE)
+            while not self._told.empty():
+                self._tell_one()
+        finally:
+            for shard in self._shards:
+                shard.client.close()
+
+    def _next(self) -> Inquiry | None:
+        while True:
+            try:
+                return self._asked.get(timeout=_IDLE_S)
+            except queue.Empty:
+                self._scout()
+
+    def _scout(self) -> None:
+        """Attach, again where the daemon was restarted, before somebody asks."""
+        if not self._shards or not self.gate.is_open:
+            return
+        try:
+            for shard in self._shards:
+                # The root is no block: asking for it counts as no request.
+                shard.client.lookup([shard.namespace.root()], _SCOUT_DEADLINE_S)
+            self.gate.passed()
+        except (TierUnavailable, ProtocolError) as error:
+            self.gate.failed(error)
+        except Exception:
+            _log.exception("kvstore: attaching failed")
+
+    def _do(self, inquiry: Inquiry) -> None:
+        answer = Answer(why="fault")
+        try:
+            answer = self._find(inquiry)
+        except TierUnavailable as error:
+            self.gate.failed(error)
+            answer = Answer(why="unavailable")
+        except ProtocolError as error:
+            self.gate.failed(error)
+            answer = Answer(why="refused")
+        except Exception:
+            _log.exception("kvstore: a lookup failed")
+            self._counters.add("faults", "lookup")
+        finally:
+            self._counters.took("consult", self._clock() - inquiry.asked_s)
+            inquiry.answer = answer
+            with self._answered:
+                self._num_open -= 1
+                self._answered.notify_all()
+
+    def _find(self, inquiry: Inquiry) -> Answer:
+        if inquiry.is_dropped or not self.gate.is_open:
+            return Answer(why="unavailable")
+        if inquiry.session_id:
+            self._greet(self._shards, inquiry.session_id, inquiry.deadline_s - self._clock())
+        tiers: list[TierKind] | None = None
+        why = ""
+        for shard in self._shards:
+            wait_s = inquiry.deadline_s - self._clock()
+            if wait_s <= 0:
+                return Answer(why="timed_out")
+            count = len(inquiry.hashes) if tiers is None else len(tiers)
+            found = shard.client.lookup(shard.keys(inquiry.hashes[:count]), wait_s)
+            if tiers is None or len(found.tiers) < len(tiers):
+                why = found.why or ("" if found.next is Outcome.OK else found.next.label)
+            tiers = found.tiers if tiers is None else [max(pair) for pair in zip(tiers, found.tiers, strict=False)]
+        self.gate.passed()
+        return Answer(inquiry.first, tuple(tiers or ()), why, asked=True)
+
+    def _tell_one(self) -> None:
+        work = self._told.get()
+        if not self.gate.is_open:
+            return
+        try:
+            work(self._shards)
+        except (TierUnavailable, ProtocolError) as error:
+            self.gate.failed(error)
+        except Exception:
+            _log.exception("kvstore: telling of a request that has ended failed")
+            self._counters.add("faults", "tell")
+
+
+_WAKE = Inquiry("", 0, (), 0.0, 0.0)

@@ -1,0 +1,70 @@
+"""The connector's counts in vLLM's own /metrics, as `vllm:kvstore_…`."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvstore.connectors.vllm_parts import stats
+
+_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class KvstoreStats(KVConnectorStats):  # type: ignore[misc]
+    """`data` is a `stats.Report`."""
+
+    def reset(self) -> None:
+        self.data = dict(stats.empty())
+
+    def aggregate(self, other: KVConnectorStats) -> "KvstoreStats":
+        return KvstoreStats(data=dict(stats.merged(stats.sound(self.data), stats.sound(other.data))))
+
+    def reduce(self) -> dict[str, int | float]:
+        return stats.summary(stats.sound(self.data))
+
+    def is_empty(self) -> bool:
+        return stats.is_empty(stats.sound(self.data))
+
+
+class KvstorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counts = {
+            name: self._counter_cls(
+                name=f"vllm:kvstore_{name}", documentation=text, labelnames=[*labelnames, *([label] if label else [])]
+            )
+            for name, (label, text) in stats.COUNTS.items()
+        }
+        self._levels = {
+            name: self._gauge_cls(
+                name=f"vllm:kvstore_{name}", documentation=text, labelnames=[*labelnames, *([label] if label else [])]
+            )
+            for name, (label, text) in stats.LEVELS.items()
+        }
+        self._seconds = {
+            name: self._histogram_cls(
+                name=f"vllm:kvstore_{name}_seconds", documentation=text, labelnames=labelnames, buckets=_BUCKETS
+            )
+            for name, text in stats.SECONDS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        report = stats.sound(transfer_stats_data)
+        engine = self.per_engine_labelvalues[engine_idx]
+        for key, count in report["counts"].items():
+            name, _, label = key.partition("|")
+            if name in self._counts:
+                self._counts[name].labels(*engine, *([label] if stats.COUNTS[name][0] else [])).inc(count)
+        for key, value in report["levels"].items():
+            name, _, label = key.partition("|")
+            if name in self._levels:
+                self._levels[name].labels(*engine, *([label] if stats.LEVELS[name][0] else [])).set(value)
+        for name, samples in report["seconds"].items():
+            if name in self._seconds:
+                for seconds in samples:
+                    self._seconds[name].labels(*engine).observe(seconds)

@@ -1,0 +1,89 @@
+"""What the scheduler's side remembers of one request of vLLM's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvstore.connectors.vllm_parts.consult import Inquiry
+from kvstore.connectors.vllm_parts.orders import StoreOrder
+from kvstore.connectors.vllm_parts.wishes import Wishes
+from kvstore.core.outcome import TierKind
+from policies.decision import Decision
+
+
+class Request(Protocol):
+    """The part of `vllm.v1.request.Request` that is used."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    num_computed_tokens: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    skip_reading_prefix_cache: bool
+    kv_transfer_params: Any
+    all_token_ids: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What was decided about a prompt: after `num_local` blocks that vLLM has, the blocks in `tiers` are loaded."""
+
+    num_local: int
+    tiers: tuple[TierKind, ...]
+    decided_s: float
+    plan: str
+    decision: Decision | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Tracked:
+    """Block numbers count from the prompt's first.
+
+    `next_store` is the first block that has not been offered, `retry_s` when what was left out may be offered again.
+    `outstanding` counts offered blocks of all ranks that are not settled. `served` are loaded tokens, `computed_tokens`
+    those of the prompt that were computed.
+    """
+
+    request: Request
+    wishes: Wishes
+    arrival_s: float
+    inquiry: Inquiry | None = None
+    num_inquiries: int = 0
+    match: Match | None = None
+    may_load: bool = True
+    num_preemptions: int = 0
+    is_loading: bool = False
+    block_ids: list[int] = field(default_factory=list)
+    next_store: int = 0
+    retry_s: float = 0.0
+    outstanding: int = 0
+    first_load: int = 0
+    local_tokens: int = 0
+    served: dict[TierKind, int] = field(default_factory=dict)
+    computed_tokens: int = 0
+    first_output_s: float | None = None
+    plan: str = "prefill"
+    why: str = ""
+
+    def hashes(self, per_block: int) -> Sequence[bytes]:
+        """vLLM's hash of each full block of known tokens, of which each spans `per_block` of its hashes."""
+        hashes = self.request.block_hashes
+        return hashes if per_block == 1 else hashes[per_block - 1 :: per_block]
+
+    def store_order(self, hashes: Sequence[bytes], end: int) -> StoreOrder | None:
+        """Return the order for the blocks up to `end` that were not offered yet, and take them for offered."""
+        start = self.next_store
+        end = min(end, len(hashes), len(self.block_ids))
+        if end <= start:
+            return None
+        self.next_store = end
+        return StoreOrder(
+            self.request.request_id,
+            tuple(hashes[start:end]),
+            tuple(self.block_ids[start:end]),
+            hashes[start - 1] if start else None,
+            start,
+        )

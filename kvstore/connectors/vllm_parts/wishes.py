@@ -1,0 +1,57 @@
+"""What a request says of itself in `kv_transfer_params`: its session, and hints on what will become of its blocks."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_ID_CHARS = 200
+_MAX_PRIORITY = 2
+_MAX_TTL_S = 1e10
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """As in `kvstore.wire.Hint`. `session_id` "": none. `pin` None: as it was."""
+
+    session_id: str = ""
+    expect_followup: bool = False
+    end: bool = False
+    ttl_s: float = 0.0
+    pin: bool | None = None
+    priority: int = 0
+
+    @property
+    def has_hints(self) -> bool:
+        return self != Wishes(session_id=self.session_id)
+
+
+def read(params: object) -> tuple[Wishes, list[str]]:
+    """Return what the params ask for, and the names of what in them is of no use: a wrong hint fails no request."""
+    if not isinstance(params, Mapping):
+        return Wishes(), [] if params is None else ["kv_transfer_params"]
+    values: dict[str, Any] = {}
+    wrong = []
+    session_id = params.get("session_id")
+    if session_id is not None:
+        if isinstance(session_id, str) and 0 < len(session_id) <= _MAX_ID_CHARS and session_id.isprintable():
+            values["session_id"] = session_id
+        else:
+            wrong.append("session_id")
+    hints = params.get("hints") or {}
+    if not isinstance(hints, Mapping):
+        return Wishes(**values), [*wrong, "hints"]
+    for name, raw in hints.items():
+        if name in ("expect_followup", "end", "pin") and isinstance(raw, bool):
+            values[name] = raw
+        elif name == "ttl" and _is_number(raw) and 0 <= raw <= _MAX_TTL_S:
+            values["ttl_s"] = float(raw)
+        elif name == "priority" and isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) <= _MAX_PRIORITY:
+            values["priority"] = raw
+        else:
+            wrong.append(f"hints.{name}")
+    return Wishes(**values), wrong
+
+
+def _is_number(raw: object) -> bool:
+    return isinstance(raw, int | float) and not isinstance(raw, bool) and math.isfinite(raw)

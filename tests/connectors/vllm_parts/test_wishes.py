@@ -1,0 +1,39 @@
+import pytest
+
+from kvstore.connectors.vllm_parts.wishes import Wishes, read
+
+
+def test_a_session_and_its_hints_are_read() -> None:
+    hints = {"expect_followup": True, "ttl": 60, "pin": False, "priority": -2}
+    wishes, wrong = read({"session_id": "chat-1", "hints": hints})
+    assert wishes == Wishes("chat-1", expect_followup=True, ttl_s=60.0, pin=False, priority=-2)
+    assert wrong == []
+    assert wishes.has_hints
+
+
+def test_a_session_alone_has_no_hints() -> None:
+    wishes, _ = read({"session_id": "chat-1"})
+    assert not wishes.has_hints
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])
+def test_without_any_of_it_there_are_no_wishes(params: object) -> None:
+    assert read(params) == (Wishes(), [])
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ("text", "kv_transfer_params"),
+        ({"session_id": 7}, "session_id"),
+        ({"session_id": "x" * 201}, "session_id"),
+        ({"session_id": "a\nb"}, "session_id"),
+        ({"hints": [1]}, "hints"),
+        ({"hints": {"ttl": float("inf")}}, "hints.ttl"),
+        ({"hints": {"priority": 3}}, "hints.priority"),
+        ({"hints": {"pin": 1}}, "hints.pin"),
+        ({"hints": {"unheard_of": True}}, "hints.unheard_of"),
+    ],
+)
+def test_what_is_of_no_use_is_named_and_left_out(params: object, named: str) -> None:
+    assert read(params) == (Wishes(), [named])
