@@ -16,7 +16,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sb
 
 FROM base AS wheel
 WORKDIR /src
-COPY pyproject.toml README.md ./
+COPY pyproject.toml setup.py README.md ./
 COPY kvstore kvstore
 COPY engine engine
 COPY kernels kernels

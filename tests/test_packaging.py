@@ -42,7 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in SOURCES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
     # setuptools is one of the project's development tools, so nothing needs to be downloaded for building.
@@ -101,8 +101,74 @@ def test_the_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
     assert wheel.name == f"tiered_kvstore-{VERSION}-py3-none-any.whl"
     assert {name.partition("/")[0] for name in names} == {*SOURCES, f"tiered_kvstore-{VERSION}.dist-info"}
     sources = {str(path.relative_to(ROOT)) for name in SOURCES for path in (ROOT / name).rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == sources
+    # Another distribution's package of the same name may bring its own (setup.py).
+    left_out = {f"{name}/__init__.py" for name in SOURCES if name != "kvstore"}
+    assert {name for name in names if name.endswith(".py")} == sources - left_out
     assert "kvstore/py.typed" in names
+
+
+# ---------------------------------------------------------------- beside Hugging Face's `kernels`
+
+_THEIRS = """
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+"""
+_LOOK = """
+import sys
+from transformers.utils.import_utils import is_kernels_available
+assert is_kernels_available() is (sys.argv[1] == "theirs"), "transformers is wrong about Hugging Face's kernels"
+import transformers.integrations.hub_kernels as hub  # imports from `kernels` where that is available
+import kernels
+if sys.argv[1] == "theirs":
+    assert kernels.Device and hub.LayerRepository
+import engine.scheduler, kernels.gather, policies.plan, tiers.ram
+from kvstore.names import check_import_names
+check_import_names()
+for module in (engine.scheduler, kernels.gather, policies.plan, tiers.ram):
+    assert module.__file__.startswith(sys.prefix), module.__file__
+"""
+
+
+def wheel_of_kernels(folder: Path, version: str) -> Path:
+    """A distribution with the name and version of Hugging Face's, whose package gives whatever is imported from it."""
+    path = folder / f"kernels-{version}-py3-none-any.whl"
+    info = f"kernels-{version}.dist-info"
+    files = {
+        "kernels/__init__.py": _THEIRS,
+        "kernels/layer/__init__.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [("ours",), ("ours", "theirs"), ("theirs", "ours")], ids=" then ".join)
+def test_the_wheel_breaks_nothing_of_transformers_and_of_its_kernels_package(
+    wheel: Path, tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    """transformers imports `kernels` where it finds it; pip overwrites what two wheels both bring."""
+    import_utils = pytest.importorskip("transformers.utils.import_utils")
+    wheels = {"ours": wheel, "theirs": wheel_of_kernels(tmp_path, import_utils.KERNELS_MIN_VERSION)}
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet"]
+    for which in order:
+        check([*pip, "install", "--no-deps", "--no-index", wheels[which]], timeout=120)
+    # What both need lies here already. After that, so that pip takes nothing there for installed.
+    (site / "others.pth").write_text(f"{Path(import_utils.__file__).parents[2]}\n")
+    check([python, "-I", "-c", _LOOK, order[-1] if len(order) == 1 else "theirs"], timeout=120, cwd=tmp_path)
+    if "theirs" in order:
+        (site / "others.pth").unlink()
+        check([*pip, "uninstall", "--yes", "tiered-kvstore"], timeout=120)
+        assert (site / "kernels" / "__init__.py").read_text() == _THEIRS
 
 
 @pytest.mark.slow
@@ -176,7 +242,7 @@ def test_the_images_are_built_from_files_that_the_ignore_file_lets_through() -> 
         if line.startswith("COPY ") and "--from" not in line
         for word in line.split()[1:-1]
     }
-    assert copied == {*SOURCES, "pyproject.toml", "README.md"}
+    assert copied == {*SOURCES, "pyproject.toml", "setup.py", "README.md"}
     assert copied <= allowed
 
 

@@ -7,7 +7,7 @@ import typer
 
 from kvstore.commands.common import ConfigOption, RunDirOption
 from kvstore.guard import read_token
-from kvstore.names import check_import_names
+from kvstore.names import DAEMON_NAMES, check_import_names
 from kvstore.settings import Loaded, describe, load
 
 EXAMPLE: Final = "Example: KVSTORE_RAM_SIZE=8GiB kvstore serve --config kvstore.toml"
@@ -34,7 +34,7 @@ def serve(
     if print_config:
         typer.echo(_as_toml(loaded))
         return
-    check_import_names()
+    check_import_names(DAEMON_NAMES)
     http = loaded.config.http
     if http.enabled and http.token_file:
         read_token(Path(http.token_file))  # to fail here, in front of the user, and not in the API's process
