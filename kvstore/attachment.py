@@ -31,6 +31,7 @@ class Attached:
     epoch: int
     incarnation: int
     tiers: tuple[str, ...]
+    wants_tokens: bool = False
 
 
 class Attachment:
@@ -127,7 +128,7 @@ class Attachment:
         except TierUnavailable:
             self._detach(connection, reply.epoch, reply.incarnation)
             raise
-        return Attached(region, reply.epoch, reply.incarnation, tuple(reply.tiers))
+        return Attached(region, reply.epoch, reply.incarnation, tuple(reply.tiers), reply.wants_tokens)
 
     def _detach(self, connection: Connection, epoch: int, incarnation: int) -> None:
         with contextlib.suppress(TierUnavailable, ProtocolError):

@@ -34,6 +34,8 @@ _Reply = TypeVar("_Reply")
 _TIERS = tuple(TierKind)
 # A message that nobody waits for is worth no more than this.
 _REPORT_DEADLINE_S = 0.2
+# Routers can do without; the keys must fit into the message.
+_MAX_TOKEN_BYTES = wire.MAX_BODY_BYTES // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,12 @@ class Client:
         current = None if self._attachment is None else self._attachment.current
         return [] if current is None else list(current.tiers)
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the daemon publishes events for routers, and so has a use for the token ids of what is stored."""
+        current = None if self._attachment is None else self._attachment.current
+        return current is not None and current.wants_tokens
+
     # ------------------------------------------------------------ blocks
 
     def lookup(self, keys: Sequence[BlockKey], deadline_s: float | None = None) -> LookupResult:
@@ -150,14 +158,26 @@ class Client:
         return FetchStream(self, attached, wire.Fetch(join_keys(keys), deadline_s))
 
     def store(
-        self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, deadline_s: float | None = None
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey,
+        depth: int,
+        deadline_s: float | None = None,
+        tokens: bytes = b"",
     ) -> StoreGrant:
         """Ask for slots for consecutive blocks of one prefix; `parent` is the key before the first (the namespace's
-        root at depth 0), at most 1024 at once. What is granted must be committed, as written or not."""
+        root at depth 0), at most 1024 at once. What is granted must be committed, as written or not.
+
+        `tokens` are the blocks' token ids, joined as little-endian uint32: for routers, where `wants_tokens`, and only
+        where tokens alone make the blocks what they are. With an adapter, an image or a salt leave them out: a router
+        would take the blocks for those of the plain text.
+        """
         self._give_back_unanswered()
         if not keys:
             return StoreGrant([], 0.0)
-        request = wire.Store(join_keys(keys), parent, depth)
+        if len(tokens) > _MAX_TOKEN_BYTES or not self.wants_tokens:
+            tokens = b""
+        request = wire.Store(join_keys(keys), parent, depth, tokens)
         granted, attached = self._ask_attached(request, wire.Granted, deadline_s)
         if len(granted.slots) != len(keys):
             raise ProtocolError(ErrorCode.MALFORMED, f"{len(granted.slots)} answers to {len(keys)} keys")

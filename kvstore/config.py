@@ -175,6 +175,21 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     token_file: OptionalPathText = ""
 
 
+class EventsConfig(Section, frozen=True, kw_only=True):
+    """Which blocks are where, told to routers in vLLM's format. No `endpoint`, no events. The two files have both
+    sockets speak CURVE: they hold our secret key, and the public keys of those who may read."""
+
+    endpoint: Text = ""
+    connect: Flag = False
+    replay_endpoint: Text = ""
+    topic: Text = ""
+    token_memory_bytes: AnySize = field(name="token_memory", default=64 * MIB)
+    queue_bytes: Size = field(name="queue", default=16 * MIB)
+    replay_bytes: Size = field(name="replay_buffer", default=64 * MIB)
+    curve_secret_key_file: OptionalPathText = ""
+    curve_clients_file: OptionalPathText = ""
+
+
 class Config(Section, frozen=True, kw_only=True):
     """All settings of one daemon. Raises nothing by itself: `check` says what does not hold together."""
 
@@ -186,6 +201,7 @@ class Config(Section, frozen=True, kw_only=True):
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
 
 
 def check(config: Config) -> None:
@@ -198,11 +214,47 @@ def check(config: Config) -> None:
     if config.ssd.enabled and config.ssd.segment_bytes > config.ssd.max_bytes:
         raise ConfigError("ssd.segment_bytes is larger than ssd.max_bytes: lower the first or raise the second")
     _check_s3(config.s3)
+    _check_events(config.events)
     if config.http.enabled and not config.http.token_file and not is_loopback(config.http.host):
         raise ConfigError(
             f"http.host {config.http.host!r} can be reached from other machines, so http.token_file must name a file "
             "that holds a token; or set http.host to 127.0.0.1"
         )
+
+
+def _check_events(events: EventsConfig) -> None:
+    is_curve = bool(events.curve_secret_key_file)
+    if is_curve != bool(events.curve_clients_file):
+        raise ConfigError("events.curve_secret_key_file and events.curve_clients_file belong together")
+    if events.connect and is_curve:
+        raise ConfigError("events.connect goes without CURVE: leave the two key files out, or bind instead")
+    for name, endpoint in (("endpoint", events.endpoint), ("replay_endpoint", events.replay_endpoint)):
+        if not endpoint:
+            continue
+        parts = urlsplit(endpoint)
+        is_connected = name == "endpoint" and events.connect
+        if not (parts.scheme == "ipc" and parts.path.startswith("/") and not parts.netloc) and not _is_tcp(endpoint):
+            raise ConfigError(
+                f"events.{name} {endpoint!r} is no address; examples: tcp://127.0.0.1:5557, ipc:///run/kvstore/events"
+            )
+        is_open = parts.scheme == "tcp" and not is_loopback(_host(endpoint))
+        if is_open and not is_connected and not is_curve:
+            raise ConfigError(
+                f"events.{name} {endpoint!r} can be reached from other machines, and events tell what prompts say: set "
+                "events.curve_secret_key_file and events.curve_clients_file, or bind to 127.0.0.1 or ipc://, or have "
+                "events.connect make the connection to a router that you trust"
+            )
+    if events.replay_endpoint and not events.endpoint:
+        raise ConfigError("events.replay_endpoint needs events.endpoint: nothing is published without")
+
+
+def _is_tcp(endpoint: str) -> bool:
+    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return endpoint.startswith("tcp://") and bool(colon) and bool(host) and port.isdigit() and int(port) <= 65535
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _check_daemon(daemon: DaemonConfig) -> None:

@@ -26,6 +26,7 @@ from kvstore.connection import LOCK_NAME, SOCKET_NAME, lock
 from kvstore.control_socket import ControlSocket, Peer
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.events_process import EventsProcess
 from kvstore.http_process import HttpProcess
 from kvstore.process import go_first, keep_pauses_short
 from kvstore.record_file import RecordFile
@@ -91,6 +92,10 @@ class Daemon:
             self._store.recording = Recording(self._record.write, time.monotonic)
             self._record.on_full = self._store.recording.file_is_full
         self._http = HttpProcess(config, run_dir) if config.http.enabled else None
+        self._events: EventsProcess | None = None
+        if config.events.endpoint:
+            self._events = EventsProcess(config.events, run_dir, config.daemon.log_level, self._context)
+            self._store.announce(self._events)
         self._epoll = select.epoll()
         self._control = ControlSocket(run_dir / SOCKET_NAME, self._epoll, self._store.count_error)
         self._watched: list[int] = []
@@ -119,6 +124,8 @@ class Daemon:
         self._control.open()
         if self._http is not None:
             self._http.start()
+        if self._events is not None:
+            self._events.start()
         tiers = ", ".join(["hbm (in the engines)", "ram", *(kind.label for kind in self._links)])
         _log.info("ready in %s, tiers: %s", self._run_dir, tiers)
 
@@ -151,6 +158,8 @@ class Daemon:
             link.request_stop()
         if self._http is not None:
             self._http.stop()
+        if self._events is not None:
+            self._events.stop()
         if self._record is not None and self._store.recording is not None:
             self._store.recording.close()
             self._record.close()
@@ -229,6 +238,8 @@ class Daemon:
                     return
             if self._http is not None:
                 self._http.supervise(now)
+            if self._events is not None:
+                self._events.supervise(now)
             self._poll(wakeup, max(0.0, self._store.next_deadline() - now))
 
     def _poll(self, wakeup: socket.socket, timeout_s: float) -> None:

@@ -44,6 +44,12 @@ class StatsCollector:
         yield from _store(_section(self._snapshot, "store"))
         yield from _bucket(_section(_section(_section(self._snapshot, "tiers"), "s3"), "bucket"))
         yield from _keeping(self._snapshot)
+        events = {
+            name.removesuffix("_changes"): value
+            for name, value in _section(self._snapshot, "events").items()
+            if name.endswith("_changes")
+        }
+        yield _by_label("kvstore_event_changes", "Changes that routers are told of.", "result", events)
         asked = _section(self._snapshot, "discovery")
         yield _by_label("kvstore_discovery", "Asking the bucket for what is not known here.", "kind", asked)
 

@@ -118,13 +118,15 @@ class Attach(Message, frozen=True, tag=True):
 
 
 class Attached(Message, frozen=True, tag=True):
-    """`region_path` is to be mapped shared, `region_bytes` long, as described in `tiers/region.py`."""
+    """`region_path` is to be mapped shared, `region_bytes` long, as described in `tiers/region.py`. `wants_tokens`: a
+    Store may say the token ids of its blocks."""
 
     epoch: int
     incarnation: int
     region_path: str
     region_bytes: int
     tiers: list[str]
+    wants_tokens: bool = False
 
 
 class Detach(Message, frozen=True, tag=True):
@@ -216,11 +218,14 @@ class Release(Message, frozen=True, tag=True):
 
 class Store(Message, frozen=True, tag=True):
     """Ask for slots for new blocks: `keys` are consecutive blocks of one prefix, `parent` the key before the first
-    (the root for depth 0), `depth` the first one's index in the prefix."""
+    (the root for depth 0), `depth` the first one's index in the prefix. `tokens` are the blocks' token ids as
+    little-endian uint32, joined, or b"": the daemon tells them to routers, if it publishes events, and keeps them
+    nowhere but in memory."""
 
     keys: bytes
     parent: bytes
     depth: int
+    tokens: bytes = b""
 
 
 class Granted(Message, frozen=True, tag=True):

@@ -52,8 +52,10 @@ INTERNAL = {
         "tiers",
         "-tiers.hbm",
     },
+    "kvstore.events": {"kvstore.events", "kvstore.core", "kvstore.config", "kvstore.process"},
     "kvstore.store": {
         "kvstore.store",
+        "kvstore.events.changes",
         "kvstore.worker",
         "kvstore.bucket",
         "kvstore.core",

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 import typer
 
 from kvstore.commands.common import ConfigOption, RunDirOption
+from kvstore.events.admission import read_public_keys, read_secret_key
 from kvstore.guard import read_token
 from kvstore.names import DAEMON_NAMES, check_import_names
 from kvstore.settings import Loaded, describe, load
@@ -38,6 +39,9 @@ def serve(
     http = loaded.config.http
     if http.enabled and http.token_file:
         read_token(Path(http.token_file))  # to fail here, in front of the user, and not in the API's process
+    if loaded.config.events.curve_secret_key_file:
+        read_secret_key(loaded.config.events.curve_secret_key_file)
+        read_public_keys(loaded.config.events.curve_clients_file)
     # Only here: the other commands start faster without it.
     from kvstore.daemon import run
 

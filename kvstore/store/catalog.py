@@ -14,6 +14,7 @@ Does not cover: bytes and places (tiers), who may pin (lease.py), when to evict 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,14 @@ class NamespaceInfo:
     block_tokens: int = 0
 
 
+class Watcher(Protocol):
+    """Is told when a tier has a copy of a block from now on, and when not any more; not by `set_resident_many`."""
+
+    def entered(self, block: int, tier: TierKind) -> None: ...
+
+    def left(self, block: int, tier: TierKind) -> None: ...
+
+
 class Catalog:
     """See the module. Ids stay valid while the entry lives; hold one across calls only under a pin."""
 
@@ -55,6 +64,7 @@ class Catalog:
         self._columns = Columns(self._index.capacity)
         self._blocks = dict.fromkeys(STORED_TIERS, 0)
         self._reasons: OrderedDict[BlockKey, str] = OrderedDict()
+        self.watcher: Watcher | None = None
 
     # ------------------------------------------------------------ namespaces
 
@@ -76,6 +86,11 @@ class Catalog:
 
     def __len__(self) -> int:
         return len(self._index)
+
+    @property
+    def num_ids(self) -> int:
+        """All ids that were ever given out lie below."""
+        return self._index.num_ids
 
     def blocks_in(self, tier: TierKind) -> int:
         return self._blocks[tier]
@@ -175,6 +190,10 @@ class Catalog:
 
     def parents_of(self, blocks: Ids) -> Ids:
         return self._columns.parent[blocks]
+
+    def by_depth(self, blocks: Ids) -> Ids:
+        """Return the blocks, parents before children."""
+        return blocks[np.argsort(self._columns.depth[blocks], kind="stable")]
 
     def children_of(self, blocks: Ids, tier: TierKind) -> Ids:
         return self._columns.children[tier][blocks]
@@ -278,6 +297,8 @@ class Catalog:
         parent = self._columns.parent[block]
         if parent != NO_PARENT:
             self._columns.children[tier][parent] += 1
+        if self.watcher is not None:
+            self.watcher.entered(block, tier)
 
     def set_resident_many(self, blocks: Ids, tier: TierKind) -> Ids:
         """`set_resident` for blocks that are all different; return those that were not there before."""
@@ -298,6 +319,8 @@ class Catalog:
         parent = self._columns.parent[block]
         if parent != NO_PARENT:
             self._columns.children[tier][parent] -= 1
+        if self.watcher is not None:
+            self.watcher.left(block, tier)
         if not self._columns.residency[block]:
             self._remember(self._index.key(block), reason)
         self._collect(block)

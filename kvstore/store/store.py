@@ -18,6 +18,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.key import KEY_BYTES, BlockKey, split_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.admitting import make_admitting
+from kvstore.store.announcing import Announcing, Outlet
 from kvstore.store.borrowed import Borrowed
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
@@ -121,6 +122,7 @@ class Store:
                 tier, catalog, ram, link, self._room, self._loader, self._errors.add, clock, existing, stored
             )
         self.recording: Recording | None = None
+        self._announcing: Announcing | None = None
         self._admitting = make_admitting(catalog, config, links, clock)
         self._room.on_evicted = self._evicted
         self._session_table = SessionTable(
@@ -157,6 +159,12 @@ class Store:
             self._errors.add,
             lambda: self._write_down(catalog.blocks_only_in_ram()),
         )
+
+    def announce(self, outlet: Outlet, wall_clock: Callable[[], float] = time.time) -> None:
+        """Tell routers, from now on, which blocks are in which tier. To be called once, before anything is stored."""
+        budget_bytes = self._config.events.token_memory_bytes
+        self._announcing = Announcing(self._catalog, outlet, budget_bytes, self._clock, wall_clock)
+        self._catalog.watcher = self._announcing
 
     # ------------------------------------------------------------ the control loop
 
@@ -200,11 +208,14 @@ class Store:
             link.pump(loading)
         self._review.pump()
         self._fetches.flush()
+        if self._announcing is not None and self.is_recovered:
+            self._announcing.turn(now)
 
     def next_deadline(self) -> float:
         """When `turn` must be called even if nothing happens."""
         busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self.sessions.is_busy
         busy = busy or bool(self._discovery) or self._review.is_busy or self._room.is_lowering or self._prefetch.is_busy
+        busy = busy or (self._announcing is not None and self._announcing.is_busy)
         deadlines = [self._clock() + (0.02 if busy else _HOUSEKEEPING_EVERY_S)]
         loads = [link.next_deadline() for link in self._links.values()]
         for deadline in (self._fetches.next_deadline(), self.sessions.next_deadline(), *loads):
@@ -228,6 +239,9 @@ class Store:
                 # Depth by depth, as they are, is all the same to lru, and what others are slowest at.
                 inserted = by_prefix(inserted, self._catalog.parents_of(inserted))
             self._room.entered(TierKind.SSD, inserted)
+            if self._announcing is not None and self.is_recovered:
+                for block in inserted.tolist():
+                    self._announcing.entered(block, TierKind.SSD)
         for data in reply.records:
             if self._review.is_running:
                 self._review.saw_record(data)
@@ -266,7 +280,8 @@ class Store:
         _log.info("engine %d (%s) attached to %s", engine.incarnation, engine.name, info.label)
         region = self._ram.region
         tiers = [TierKind.RAM.label, *(tier.label for tier in self._links)]
-        return wire.Attached(self._epoch, engine.incarnation, str(region.path), region.data_bytes, tiers)
+        wants_tokens = self._announcing is not None and self._announcing.wants_tokens
+        return wire.Attached(self._epoch, engine.incarnation, str(region.path), region.data_bytes, tiers, wants_tokens)
 
     def detach(self, engine: Engine) -> None:
         """End all grants and leases of the engine, which writes and reads no more."""
@@ -326,7 +341,14 @@ class Store:
             raise ProtocolError(
                 ErrorCode.BAD_REQUEST, f"a store has at most {MAX_BLOCKS_PER_STORE} keys, one parent key and a depth"
             )
+        info = self._catalog.namespaces[engine.namespace]
+        if request.tokens and len(request.tokens) != 4 * info.block_tokens * len(keys):
+            raise ProtocolError(
+                ErrorCode.BAD_REQUEST, f"tokens are {info.block_tokens} ids of 4 bytes for each of the keys, or none"
+            )
         slots = self._grants.give(engine, keys, BlockKey(request.parent), request.depth)
+        if self._announcing is not None and request.tokens:
+            self._announcing.learn(keys, request.tokens)
         for slot in slots:
             if slot.outcome not in (Outcome.OK, Outcome.EXISTS):
                 self._refused.add(Outcome(slot.outcome).label)
@@ -434,6 +456,7 @@ class Store:
                 "sessions": self._census.snapshot(),
                 "prefetch": self._prefetch.snapshot(),
                 "pins": self.keeping.pins.snapshot(),
+                "events": {} if self._announcing is None else self._announcing.snapshot(),
                 "discovery": {} if self._discovery is None else self._discovery.counts.snapshot(),
                 "store": {"blocks_stored": self._blocks_stored, "refused": self._refused.snapshot()},
             }
@@ -547,6 +570,8 @@ class Store:
         for demoter in self._demoters.values():
             demoter.forget(block)
         self._borrowed.removed(block)
+        if self._announcing is not None:
+            self._announcing.ended(block)
         self._room.hints.ended(block)
         for admitting in self._admitting.values():
             admitting.ended(block)

@@ -45,6 +45,7 @@ def test_every_number_of_the_snapshot_becomes_a_sample() -> None:
     assert value(found, "kvstore_bucket_bytes") == 7 << 20
     assert value(found, "kvstore_bucket_deleted_total", reason="orphan_blocks") == 3
     assert value(found, "kvstore_discovery_total", kind="found_blocks") == 4
+    assert value(found, "kvstore_event_changes_total", result="dropped") == 1
     assert value(found, "kvstore_prefetched_blocks_total", result="useful") == 7
     assert value(found, "kvstore_prefetch_held_bytes") == 4096
     assert value(found, "kvstore_pinned_bytes", tier="ssd") == 16384

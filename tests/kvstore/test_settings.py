@@ -219,7 +219,7 @@ def test_what_is_described_reads_back_as_the_same(tmp_path: Path) -> None:
     for section, key, value, _ in describe(loaded):
         sections.setdefault(section, []).append(f"{key} = {value}")
     text = "\n".join(line for section, lines in sections.items() for line in [f"[{section}]", *lines])
-    expected = {"daemon", "ram", "ssd", "s3", "encryption", "sessions", "prefetch", "http"}
+    expected = {"daemon", "ram", "ssd", "s3", "encryption", "sessions", "prefetch", "http", "events"}
     assert set(tomllib.loads(text)) == expected
     assert from_text(tmp_path, text).config == loaded.config
 
@@ -247,3 +247,48 @@ def test_a_loaded_configuration_cannot_be_changed() -> None:
         loaded.config.ram.size_bytes = 1  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         loaded.config = Config()  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------- events
+
+
+def events(tmp_path: Path, **settings: str) -> Config:
+    lines = [f'{key} = "{value}"' for key, value in settings.items()]
+    return from_text(tmp_path, "\n".join(["[events]", *lines])).config
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "ipc:///run/kvstore/events"])
+def test_events_may_be_read_on_this_machine(tmp_path: Path, endpoint: str) -> None:
+    assert events(tmp_path, endpoint=endpoint).events.endpoint == endpoint
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://10.0.0.7:5557"])
+@pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
+def test_events_are_not_shown_to_other_machines_without_keys(tmp_path: Path, endpoint: str, key: str) -> None:
+    """They tell which prompts are cached, with their token ids."""
+    settings = {"endpoint": "tcp://127.0.0.1:5557", key: endpoint}
+    with pytest.raises(ConfigError, match=rf"events\.{key} .* other machines"):
+        events(tmp_path, **settings)
+    keys = {"curve_secret_key_file": "/secret", "curve_clients_file": "/clients"}
+    assert events(tmp_path, **settings, **keys).events.curve_clients_file == "/clients"
+
+
+def test_one_of_the_two_key_files_is_not_enough(tmp_path: Path) -> None:
+    """A server without a list of clients lets everybody in who knows its public key."""
+    with pytest.raises(ConfigError, match="belong together"):
+        events(tmp_path, endpoint="tcp://*:5557", curve_secret_key_file="/secret")
+
+
+def test_events_may_be_brought_to_a_router_that_listens(tmp_path: Path) -> None:
+    text = '[events]\nendpoint = "tcp://indexer:5557"\nconnect = true\n'
+    assert from_text(tmp_path, text).config.events.connect
+    with pytest.raises(ConfigError, match=r"events\.replay_endpoint .* other machines"):
+        from_text(tmp_path, text + 'replay_endpoint = "tcp://*:5558"\n')
+    with pytest.raises(ConfigError, match="without CURVE"):
+        from_text(tmp_path, text + 'curve_secret_key_file = "/a"\ncurve_clients_file = "/b"\n')
+
+
+@pytest.mark.parametrize("endpoint", ["5557", "http://127.0.0.1:5557", "tcp://127.0.0.1", "ipc://relative", "tcp://:1"])
+def test_an_address_of_events_that_is_none_is_refused(tmp_path: Path, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="is no address"):
+        events(tmp_path, endpoint=endpoint)

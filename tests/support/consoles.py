@@ -58,6 +58,7 @@ SNAPSHOT: dict[str, Any] = {
         },
     },
     "errors": {"corrupt": 2},
+    "events": {"published_changes": 9, "dropped_changes": 1, "sequence": 4, "walks": 1},
     "sessions": {"count": 2, "pinned": 1, "durable": {"none": 0, "ssd": 2, "s3": 0}},
     "prefetch": {"predicted": 2, "begun_blocks": 9, "useful_blocks": 7, "wasted_blocks": 2, "held_bytes": 4096},
     "pins": {"owners": 1, "refused": 3, "ram_bytes": 8192, "ssd_bytes": 16384},

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from kvstore import wire
-from kvstore.config import Config, PrefetchConfig, RamConfig, S3Config, SessionsConfig, SsdConfig
+from kvstore.config import Config, EventsConfig, PrefetchConfig, RamConfig, S3Config, SessionsConfig, SsdConfig
 from kvstore.core.errors import ProtocolError
 from kvstore.core.key import BlockKey, Namespace, join_keys
 from kvstore.core.outcome import Outcome, TierKind
@@ -214,6 +214,7 @@ class Rig:
         ram_config: RamConfig | None = None,
         ssd_config: SsdConfig | None = None,
         prefetch: PrefetchConfig | None = None,
+        events: EventsConfig | None = None,
     ) -> None:
         """`ram_config`'s size and `ssd_config`'s `enabled` are those of the other arguments."""
         folder.mkdir(exist_ok=True)
@@ -236,6 +237,7 @@ class Rig:
             prefetch=PrefetchConfig() if prefetch is None else prefetch,
             s3=S3Config() if s3_config is None else s3_config,
             sessions=SessionsConfig() if sessions is None else sessions,
+            events=EventsConfig() if events is None else events,
         )
         self.store = Store(
             self.config,
