@@ -53,6 +53,13 @@ INTERNAL = {
         "-tiers.hbm",
     },
     "kvstore.events": {"kvstore.events", "kvstore.core", "kvstore.config", "kvstore.process"},
+    "kvstore.connectors.sglang": {"kvstore.connectors.sglang_parts", "kvstore.core"},
+    "kvstore.connectors.sglang_parts": {
+        "kvstore.connectors.sglang_parts",
+        "kvstore.client",
+        "kvstore.config",
+        "kvstore.core",
+    },
     "kvstore.store": {
         "kvstore.store",
         "kvstore.events.changes",
@@ -94,7 +101,8 @@ INTERNAL = {
 }
 # Who alone may import these. The daemon's side has no torch: its container has neither GPU nor room for it.
 RESERVED = {
-    "torch": {"engine", "kernels", "tiers.hbm", "kvstore.bench.paged"},
+    "torch": {"engine", "kernels", "tiers.hbm", "kvstore.bench.paged", "kvstore.connectors.sglang"},
+    "sglang": {"kvstore.connectors.sglang"},
     "triton": {"kernels"},
     "transformers": {"engine"},
     "tokenizers": {"engine"},
@@ -166,8 +174,9 @@ def test_a_module_imports_only_what_its_place_allows(module: str) -> None:
         assert not lies_in(imported, FORBIDDEN), f"{module} must not import {imported}"
 
 
-# What is there wherever vLLM is, and is no dependency of ours.
+# What is there wherever the engine is, and is no dependency of ours.
 BROUGHT_BY_VLLM = {"huggingface_hub", "torch", "vllm"}
+BROUGHT_BY_SGLANG = {"sglang", "torch"}
 # What the extra `plot` brings.
 PLOTS = ("kvstore.commands.replay_plot", "kvstore.commands.calibrate_plot")
 
@@ -185,6 +194,8 @@ def test_everything_that_is_imported_is_a_declared_dependency() -> None:
         declared = declared | {"matplotlib"} if module in PLOTS else declared
         for top in {imported.partition(".")[0] for imported in imports(path, at_run_time=True)}:
             if lies_in(module, {"kvstore.connectors.vllm", "kvstore.connectors.vllm_parts"}) and top in BROUGHT_BY_VLLM:
+                continue
+            if module == "kvstore.connectors.sglang" and top in BROUGHT_BY_SGLANG:
                 continue
             if top not in PACKAGES and top not in sys.stdlib_module_names:
                 assert {_canonical(owner) for owner in owners[top]} & declared, f"{module} imports {top}"
