@@ -108,6 +108,7 @@ class Planner:
             why_of(request.plan != "auto", request.cached.asked, question, plan, self._price is not None),
             plan is not None and plan.measured,
             None if plan is None else {tier: load.queue_s for tier, load in plan.loads.items()},
+            None if plan is None else plan.asked_for,
         )
         request.course = Course(self._clock(), start, end, num_cached)
 

@@ -38,14 +38,16 @@ def decided(
     why: Why,
     is_measured: bool = False,
     tier_queue_s: Mapping[TierKind, float] | None = None,
+    asked_for: Interval | None = None,
 ) -> Decision:
     """Return the record of a choice just made. `compared` None: there was none. `interval` is what will be computed of
-    the blocks beyond HBM; of a plan that was not compared the seconds are left 0."""
+    the blocks beyond HBM; of a plan that was neither compared nor `asked_for` the seconds are left 0."""
     start, end = interval
     kind = kind_of(start, end, len(question.tiers))
     plans = () if compared is None else _plans(compared, len(question.tiers))
     same = [plan for plan in plans if (plan.start, plan.end) == (start, end) or kind == plan.kind == PlanKind.LOAD_ALL]
-    seconds, gpu_s = (same[0].seconds, same[0].gpu_s) if same else (0.0, 0.0)
+    predicted = asked_for or (same[0] if same else None)
+    seconds, gpu_s = (0.0, 0.0) if predicted is None else (predicted.seconds, predicted.gpu_s)
     return Decision(
         request_id=request_id,
         unix_s=unix_s,

@@ -103,6 +103,14 @@ def compare(
     )
 
 
+def predict(
+    question: Question, prefill: PrefillCost, loads: Mapping[TierKind, LoadCost], start: int, end: int
+) -> Interval:
+    """Return the plan that computes blocks [start, end), with its seconds; `loads` as in `compare`."""
+    times = _Times(question, prefill, loads)
+    return times.evaluate(np.array([start], dtype=np.int64), np.array([end], dtype=np.int64)).interval(0)
+
+
 class _Times:
     """time(s, e) of one question, for arrays of s and e. What depends on one of them only is tabulated."""
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from kvstore.core.outcome import TierKind
 from policies.cost import LoadCost, PrefillCost
-from policies.interval import Comparison, Interval, Question, compare
+from policies.interval import Comparison, Interval, Question, compare, predict
 
 # Promised is 1.2 times the time of recomputing everything; the rest is room for what the model gets wrong.
 _MAX_SLOWDOWN = 1.15
@@ -58,6 +58,7 @@ class Plan:
     no fewer.
 
     `measured` False: the costs are guesses, so everything is asked for and both ends start, which measures both.
+    `asked_for`: where somebody asked for this plan, what it was predicted to take.
     """
 
     num_blocks: int
@@ -67,6 +68,7 @@ class Plan:
     measured: bool
     compared: Comparison
     loads: Mapping[TierKind, LoadCost]
+    asked_for: Interval | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -121,7 +123,8 @@ def pinned(question: Question, prefill: PrefillCost, costs: Costs, backlog: Back
     end = min(max(end, start), count)
     if start == end:
         start = end = 0
-    return replace(plan, start=start, end=end, is_exact=True)
+    asked_for = predict(question, prefill, plan.loads, start, end)
+    return replace(plan, start=start, end=end, is_exact=True, asked_for=asked_for)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from kvstore.core.outcome import TierKind
 from policies.cost import LoadCost, PrefillCost
 from policies.decision import Decision, Happened, PlanKind, Why
 from policies.hindsight import decided, judged
-from policies.interval import Question, compare
+from policies.interval import Question, compare, predict
 
 # 1 ms per token, 16 ms per block; a block of RAM takes 1 ms, one of S3 10 ms after 50.
 PREFILL = PrefillCost(256, 0.0, 1e-3, 0.0)
@@ -43,6 +43,16 @@ def test_the_record_tells_what_was_compared_and_chosen() -> None:
     assert kinds[PlanKind.RECOMPUTE_ALL].seconds == compared.recompute_all.seconds
     assert [(run.tier, run.blocks) for run in decision.situation.cached] == [(TierKind.RAM, 4), (TierKind.S3, 20)]
     assert decision.situation.resident_blocks == 2 and decision.situation.is_measured
+
+
+def test_a_plan_that_was_asked_for_has_its_seconds_though_it_was_not_compared() -> None:
+    ask = question(*[TierKind.S3] * 20)
+    compared, asked_for = compare(ask, PREFILL, LOADS), predict(ask, PREFILL, LOADS, 3, 5)
+    decision = decided("r", 1.0, ask, compared, (3, 5), Why.PINNED, True, {}, asked_for)
+    assert decision.chosen.kind is PlanKind.INTERVAL and decision.chosen not in decision.plans
+    # Three blocks from S3 in 80 ms, then two are computed while 15 more come, then the last ten tokens.
+    assert decision.chosen.seconds == pytest.approx(0.05 + 18 * 0.01 + 0.01)
+    assert decision.chosen.gpu_s == pytest.approx(2 * 0.016 + 0.01)
 
 
 def test_a_best_plan_of_another_kind_is_not_listed_twice() -> None:

@@ -124,6 +124,20 @@ def test_a_pinned_plan_asks_for_exactly_the_rest() -> None:
     assert pinned(question, PREFILL, costs, IDLE, 4, 4).order() == [5, 4, 3, 2, 1, 0]
 
 
+def test_a_pinned_plan_says_what_it_is_predicted_to_take_also_where_it_was_not_compared() -> None:
+    question, costs = ask(*[TierKind.S3] * 6), FixedCosts({TierKind.S3: (0.5, 1e-6)})
+    plan = pinned(question, PREFILL, costs, IDLE, 2, 4)
+    assert plan.asked_for is not None
+    assert (plan.asked_for.start, plan.asked_for.end) == (2, 4)
+    compared = plan.compared
+    assert plan.asked_for.seconds > compared.best.seconds
+    assert compared.load_all.gpu_s < plan.asked_for.gpu_s < compared.recompute_all.gpu_s
+    everything = pinned(question, PREFILL, costs, IDLE, 0, 6).asked_for
+    assert everything == compared.recompute_all
+    nothing = pinned(question, PREFILL, costs, IDLE, 6, 6).asked_for
+    assert nothing is not None and nothing.seconds == compared.load_all.seconds
+
+
 @given(st.lists(st.sampled_from([TierKind.RAM, TierKind.SSD, TierKind.S3]), max_size=30), st.integers(0, 5))
 def test_every_block_is_asked_for_once_or_computed(tiers: list[TierKind], resident: int) -> None:
     costs = FixedCosts({TierKind.RAM: (0.001, 1e-6), TierKind.SSD: (0.01, 8e-6), TierKind.S3: (0.08, 1.2e-5)})
