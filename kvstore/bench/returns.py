@@ -8,24 +8,16 @@ in its answer: tokens that RAM served were there in time, tokens from S3 were no
 daemon is told two seconds before they come, as by a client whose user begins to type.
 """
 
-import contextlib
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
-import httpx
-
-from kvstore.core.errors import KVStoreError, TierUnavailable
-from kvstore.demo.processes import Daemon, EngineProcess
+from kvstore.bench.site import DEADLINE_S, Site, wait
 from kvstore.demo.texts import Talk, talks
-from kvstore.s3server import REGION, S3Server
 
-_BUCKET: Final = "kvstore-bench-return"
-_DEADLINE_S: Final = 120.0
 # Of a pause, either way.
 _JITTER: Final = 0.2
 # A prediction needs two pauses.
@@ -61,7 +53,9 @@ class _User:
 
 def run(settings: ReturnSettings, say: Callable[[str], None]) -> dict[str, Any]:
     """Return shares of the measured turns, and the daemon's own counts. Takes some minutes of pauses; KVStoreError."""
-    with _Rig(settings) as rig:
+    environment = {"KVSTORE_PREFETCH_RAM_SHARE": str(settings.prefetch_share)}
+    with Site(settings.folder, settings.ram_size, environment=environment) as site:
+        rig = _Rig(site, settings)
         draw = random.Random(settings.seed)
         users = [
             _User(talk, draw.uniform(*settings.pauses_s), is_announced=number % 2 == 1)
@@ -113,22 +107,11 @@ def _figures(settings: ReturnSettings, measured: list[dict[str, Any]], most_held
 
 
 class _Rig:
-    """An S3 server, a daemon without SSD, an engine; each a process as a user would start it."""
+    """The users' engine and daemon."""
 
-    def __init__(self, settings: ReturnSettings) -> None:
-        self._settings = settings
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
+    def __init__(self, site: Site, settings: ReturnSettings) -> None:
+        self._site = site
+        self._engine = site.new_engine("engine", settings.engine_arguments)
 
     def turn(self, talk: Talk, number: int) -> dict[str, int]:
         """One turn of a chat; return the tokens that each tier served."""
@@ -142,20 +125,24 @@ class _Rig:
             "ignore_eos": True,
             "plan": "fetch",
         }
-        answer = self._post("/v1/chat/completions", body)
+        answer = self._site.post(self._engine, "/v1/chat/completions", body)
         return dict(answer["kvstore"]["served_tokens"])
 
     def put_away(self, session_id: str) -> None:
         """Return when the session is in the bucket and nowhere else."""
-        self._until(lambda: self._durable(session_id) == "s3")
-        self._post("/v1/hbm/drop", {})
-        self._until(lambda: not self._console.evict(["ram"], session_id=session_id).kept["ram"])
+        self._site.wait_durable([session_id])
+        self._site.post(self._engine, "/v1/hbm/drop", {})
+
+        def is_away() -> bool:
+            return not self._site.console.evict(["ram"], session_id=session_id).kept["ram"]
+
+        wait(is_away, "a session is not in the bucket alone", DEADLINE_S, _LOOK_EVERY_S)
 
     def announce(self, session_id: str) -> None:
-        self._console.session_prefetch(session_id)
+        self._site.console.session_prefetch(session_id)
 
     def counts(self) -> dict[str, Any]:
-        found: Any = self._console.stats()["prefetch"]
+        found: Any = self._site.console.stats()["prefetch"]
         return dict(found)
 
     def held_bytes(self) -> int:
@@ -163,53 +150,5 @@ class _Rig:
         return int(counts["held_bytes"]) + int(counts["loading_bytes"])
 
     def capacity_bytes(self) -> int:
-        tiers: Any = self._console.stats()["tiers"]
+        tiers: Any = self._site.console.stats()["tiers"]
         return int(tiers["ram"]["capacity_bytes"])
-
-    # ------------------------------------------------------------ private
-
-    def _durable(self, session_id: str) -> str:
-        found = [view.durable for view in self._console.session_list().sessions if view.id == session_id]
-        return found[0] if found else ""
-
-    def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _DEADLINE_S
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TierUnavailable(f"a session is not in the bucket alone after {_DEADLINE_S:.0f} s")
-            time.sleep(_LOOK_EVERY_S)
-
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self._http.post(f"{self._engine.url}{path}", json=body)
-        if answer.status_code != 200:
-            raise KVStoreError(f"the engine answered {answer.status_code}: {answer.text[:500]}")
-        return dict(answer.json())
-
-    def _start(self) -> None:
-        settings = self._settings
-        self._http = self._stack.enter_context(httpx.Client(timeout=_DEADLINE_S))
-        s3 = self._stack.enter_context(S3Server(settings.folder / "s3", buckets=[_BUCKET]))
-        keys = settings.folder / "keys"
-        keys.mkdir(mode=0o700)
-        for name, secret in (("access", s3.access_key), ("secret", s3.secret_key)):
-            (keys / name).touch(mode=0o600)
-            (keys / name).write_text(secret)
-        environment = {
-            "KVSTORE_RAM_SIZE": settings.ram_size,
-            "KVSTORE_SSD_ENABLED": "false",
-            "KVSTORE_HTTP_ENABLED": "false",
-            "KVSTORE_S3_BUCKET": _BUCKET,
-            "KVSTORE_S3_ENDPOINT": s3.endpoint,
-            "KVSTORE_S3_REGION": REGION,
-            "KVSTORE_S3_ACCESS_KEY_FILE": str(keys / "access"),
-            "KVSTORE_S3_SECRET_KEY_FILE": str(keys / "secret"),
-            "KVSTORE_PREFETCH_RAM_SHARE": str(settings.prefetch_share),
-        }
-        daemon = Daemon(settings.folder / "run", settings.folder / "daemon.log", environment)
-        self._stack.callback(daemon.kill)
-        daemon.start()
-        self._console = self._stack.enter_context(contextlib.closing(daemon.console()))
-        arguments = [*settings.engine_arguments, "--run-dir", str(daemon.run_dir)]
-        self._engine = EngineProcess(arguments, settings.folder / "engine.log")
-        self._stack.callback(self._engine.kill)
-        self._engine.start()

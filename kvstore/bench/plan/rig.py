@@ -14,23 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from kvstore.bench.plan.cases import AUTO_PLAN, LOAD, Case, LinkSetting, PlanName
 from kvstore.bench.plan.link import Line
-from kvstore.bench.plan.linkprocess import LinkProcess
 from kvstore.bench.plan.race import Run
-from kvstore.core.errors import KVStoreError, ProtocolError, TierUnavailable
-from kvstore.demo.processes import Daemon, EngineProcess
+from kvstore.bench.site import Site, wait
+from kvstore.core.errors import KVStoreError, ProtocolError
+from kvstore.demo.processes import EngineProcess
 from kvstore.demo.texts import talks
-from kvstore.s3server import REGION, S3Server
 from policies.decision import Decision
 
-_BUCKET: Final = "kvstore-bench-plan"
-_DEADLINE_S: Final = 120.0
 _LOOK_EVERY_S: Final = 0.03
 _QUIET_DEADLINE_S: Final = 30.0
 _GIVE_UP_S: Final = 0.2
@@ -50,13 +46,12 @@ class Scale:
     text_chars: int = 11_000
     engine_arguments: tuple[str, ...] = ()
 
-    def engine(self, run_dir: Path) -> list[str]:
+    def engine(self) -> list[str]:
         return [
             *self.model_arguments,
             *("--hbm-bytes", str(self.hbm_bytes)),
             *("--block-tokens", str(self.block_tokens)),
             *("--chunk-tokens", str(self.chunk_tokens)),
-            *("--run-dir", str(run_dir)),
             *self.engine_arguments,
         ]
 
@@ -83,21 +78,21 @@ class Rig:
         self.texts: list[list[int]] = []
         self._line = _OPEN
         self._expected: dict[int, list[int]] = {}
-        self._stack = contextlib.ExitStack()
         self._engine: EngineProcess | None = None
         self._helper: EngineProcess | None = None
-        self._http = self._stack.enter_context(httpx.Client(timeout=_DEADLINE_S))
+        # A slow link needs longer for eight blocks at once; nothing is swept while we run.
+        environment = {"KVSTORE_S3_REQUEST_DEADLINE": "60s", "KVSTORE_S3_SWEEP_EVERY": "1d"}
+        self._site = Site(folder, scale.ram_size, has_link=True, environment=environment)
 
     def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._site)
+            self._begin()
+            stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
+        self._site.__exit__(kind, error, at)
 
     # ------------------------------------------------------------ the link and the engine
 
@@ -110,7 +105,8 @@ class Rig:
         if self._engine is not None:
             self._engine.kill()
             self._engine = None
-        self._engine = self._new_engine(f"engine-{len(list(self._folder.glob('engine-*.log')))}")
+        number = len(list(self._folder.glob("engine-*.log")))
+        self._engine = self._site.new_engine(f"engine-{number}", self.scale.engine())
 
     @property
     def url(self) -> str:
@@ -125,7 +121,7 @@ class Rig:
 
     def place(self, text: int, head_tokens: int) -> None:
         """Empty HBM and RAM, then bring the first `head_tokens` of the text into RAM; the link is open meanwhile."""
-        self._link.be(_OPEN)
+        self._site.link.be(_OPEN)
         self._empty()
         if head_tokens:
             self._ask(self._helper, self.texts[text][: head_tokens + 1], "fetch", 1)
@@ -139,7 +135,7 @@ class Rig:
         """
         self.place(text, case.head_tokens)
         prompt = self.prompt(text, case.prefix_tokens)
-        self._link.be(breaks or self._line)
+        self._site.link.be(breaks or self._line)
         began_s = time.perf_counter()
         try:
             request_id, answer = self._ask(self._engine, prompt, self.body_plan(case, plan), 2, limit_s)
@@ -149,7 +145,7 @@ class Rig:
             return Run(None, limit_s=limit_s)
         finally:
             taken_s = time.perf_counter() - began_s
-            self._link.be(_OPEN)
+            self._site.link.be(_OPEN)
         if not answer.ttft_s <= taken_s:
             raise KVStoreError(f"the engine says {answer.ttft_s} s to the first token of an answer of {taken_s} s")
         if answer.served_tokens.get("hbm"):
@@ -160,10 +156,10 @@ class Rig:
 
     def down_bytes(self) -> int:
         """What has come down the link so far."""
-        return self._link.be(_OPEN).down_bytes
+        return self._site.link.be(_OPEN).down_bytes
 
     def bucket_works(self) -> bool:
-        tiers: Any = self._console.stats()["tiers"]
+        tiers: Any = self._site.console.stats()["tiers"]
         return bool(tiers["s3"]["state"] == "ok")
 
     def body_plan(self, case: Case, plan: PlanName) -> str | list[int]:
@@ -185,8 +181,7 @@ class Rig:
         engine refuses."""
         assert engine is not None
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True, "plan": plan}
-        answer = self._http.post(f"{engine.url}/v1/completions", json=body, timeout=limit_s or _DEADLINE_S)
-        told = _checked(answer)
+        told = self._site.post(engine, "/v1/completions", body, limit_s)
         return str(told["id"]), msgspec.convert(told["kvstore"], Answer)
 
     def _decision(self, request_id: str) -> dict[str, Any]:
@@ -194,7 +189,7 @@ class Rig:
         deadline = time.monotonic() + _REPORT_DEADLINE_S
         while time.monotonic() < deadline:
             with contextlib.suppress(ProtocolError):
-                decision = self._console.decision_get(request_id).decision
+                decision = self._site.console.decision_get(request_id).decision
                 return {} if decision is None else _in_short(decision)
             time.sleep(_LOOK_EVERY_S)
         return {}
@@ -208,75 +203,44 @@ class Rig:
 
     def _empty(self) -> None:
         """Return when HBM and RAM hold nothing of the texts and nothing comes any more."""
-        deadline = time.monotonic() + _QUIET_DEADLINE_S
-        while True:
+
+        def is_empty() -> bool:
             self._drop_hbm()
             self._wait_quiet()
-            freed = self._console.evict(["ram"]).freed["ram"]
-            if not freed and not self._in_hbm():
-                return
-            if time.monotonic() > deadline:
-                raise TierUnavailable("RAM and HBM do not become empty")
+            freed = self._site.console.evict(["ram"]).freed["ram"]
+            return not freed and not self._in_hbm()
+
+        wait(is_empty, "RAM and HBM are not empty", _QUIET_DEADLINE_S, 0.0)
 
     def _wait_quiet(self) -> None:
         """Return when nothing has come down the link for a moment."""
-        deadline = time.monotonic() + _QUIET_DEADLINE_S
-        before = -1
-        while (passed := self._link.be(_OPEN).down_bytes) != before:
-            if time.monotonic() > deadline:
-                raise TierUnavailable("the link does not become quiet")
-            before = passed
-            time.sleep(_LOOK_EVERY_S)
+        seen = [-1, self.down_bytes()]
+
+        def is_quiet() -> bool:
+            seen[:] = seen[1], self.down_bytes()
+            return seen[0] == seen[1]
+
+        time.sleep(_LOOK_EVERY_S)
+        wait(is_quiet, "the link is not quiet", _QUIET_DEADLINE_S, _LOOK_EVERY_S)
 
     def _drop_hbm(self) -> None:
         for engine in self._engines():
-            _checked(self._http.post(f"{engine.url}/v1/hbm/drop", json={}))
+            self._site.post(engine, "/v1/hbm/drop", {})
 
     def _in_hbm(self) -> int:
-        return sum(
-            int(_checked(self._http.get(f"{engine.url}/v1/hbm"))["indexed_blocks"]) for engine in self._engines()
-        )
+        return sum(int(self._site.get(engine, "/v1/hbm")["indexed_blocks"]) for engine in self._engines())
 
     def _engines(self) -> list[EngineProcess]:
         return [engine for engine in (self._engine, self._helper) if engine is not None]
 
     # ------------------------------------------------------------ start
 
-    def _start(self) -> None:
-        s3 = self._stack.enter_context(S3Server(self._folder / "s3", buckets=[_BUCKET]))
-        address = urlsplit(s3.endpoint)
-        assert address.hostname is not None and address.port is not None
-        self._link = self._stack.enter_context(LinkProcess(address.hostname, address.port))
-        self._daemon = self._new_daemon(s3)
-        self._stack.callback(self._daemon.kill)
-        self._daemon.start()
-        self._console = self._stack.enter_context(contextlib.closing(self._daemon.console()))
-        self._stack.callback(self._end_engines)
-        self._helper = self._new_engine("helper")
-        for talk in talks(self._num_texts, self.scale.text_chars):
+    def _begin(self) -> None:
+        self._helper = self._site.new_engine("helper", self.scale.engine())
+        written = talks(self._num_texts, self.scale.text_chars)
+        for talk in written:
             self.texts.append(self._write(talk.session_id, talk.opening))
-        self._wait_stored()
-
-    def _new_daemon(self, s3: S3Server) -> Daemon:
-        keys = self._folder / "keys"
-        keys.mkdir(mode=0o700)
-        for name, secret in (("access", s3.access_key), ("secret", s3.secret_key)):
-            (keys / name).touch(mode=0o600)
-            (keys / name).write_text(secret)
-        environment = {
-            "KVSTORE_RAM_SIZE": self.scale.ram_size,
-            "KVSTORE_SSD_ENABLED": "false",
-            "KVSTORE_HTTP_ENABLED": "false",
-            "KVSTORE_S3_BUCKET": _BUCKET,
-            "KVSTORE_S3_ENDPOINT": self._link.endpoint,
-            "KVSTORE_S3_REGION": REGION,
-            "KVSTORE_S3_ACCESS_KEY_FILE": str(keys / "access"),
-            "KVSTORE_S3_SECRET_KEY_FILE": str(keys / "secret"),
-            # A slow link needs longer for eight blocks at once; nothing is swept while we run.
-            "KVSTORE_S3_REQUEST_DEADLINE": "60s",
-            "KVSTORE_S3_SWEEP_EVERY": "1d",
-        }
-        return Daemon(self._folder / "run", self._folder / "daemon.log", environment)
+        self._site.wait_durable([talk.session_id for talk in written])
 
     def _write(self, session_id: str, text: str) -> list[int]:
         """Compute and store a text as the first turn of a session; return its tokens, as the session remembers them."""
@@ -287,42 +251,14 @@ class Rig:
             "ignore_eos": True,
         }
         assert self._helper is not None
-        _checked(self._http.post(f"{self._helper.url}/v1/chat/completions", json=body))
-        session = self._console.session_get(session_id)
+        self._site.post(self._helper, "/v1/chat/completions", body)
+        session = self._site.console.session_get(session_id)
         if session is None:
             raise KVStoreError("the daemon does not know a session that was just saved")
         tokens = [token for message in session.messages[:-1] for token in message.token_ids]
         if len(tokens) < self._longest_tokens + self.scale.block_tokens:
             raise KVStoreError(f"a text has {len(tokens)} tokens, too few for prefixes of {self._longest_tokens}")
         return tokens
-
-    def _wait_stored(self) -> None:
-        """Return when all texts are in the bucket."""
-        deadline = time.monotonic() + _DEADLINE_S
-        wanted = len(self.texts)
-        while True:
-            sessions = self._console.session_list().sessions
-            if len(sessions) == wanted and all(view.durable == "s3" for view in sessions):
-                return
-            if time.monotonic() > deadline:
-                raise TierUnavailable(f"the texts are not in the bucket after {_DEADLINE_S:.0f} s")
-            time.sleep(0.1)
-
-    def _end_engines(self) -> None:
-        for engine in self._engines():
-            engine.kill()
-
-    def _new_engine(self, name: str) -> EngineProcess:
-        arguments = self.scale.engine(self._daemon.run_dir)
-        # The user's own engines have measured this machine, and must not learn from our links.
-        arguments += ["--profile-dir", str(self._folder / f"profile-{name}")]
-        engine = EngineProcess(arguments, self._folder / f"{name}.log")
-        try:
-            engine.start()
-        except BaseException:
-            engine.kill()
-            raise
-        return engine
 
 
 def _in_short(decision: Decision) -> dict[str, Any]:
@@ -335,9 +271,3 @@ def _in_short(decision: Decision) -> dict[str, Any]:
         "gpu_queue_s": decision.situation.gpu_queue_s,
         "happened": None if happened is None else msgspec.to_builtins(happened, str_keys=True),
     }
-
-
-def _checked(answer: httpx.Response) -> dict[str, Any]:
-    if answer.status_code != 200:
-        raise KVStoreError(f"the engine answered {answer.status_code}: {answer.text[:500]}")
-    return dict(answer.json())
