@@ -27,6 +27,7 @@ from kvstore.commands import (
     stats,
     verify,
 )
+from kvstore.commands.common import Unknown
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
@@ -105,8 +106,10 @@ def code_and_advice(error: KVStoreError) -> tuple[int, str]:
     if isinstance(error, TierUnavailable):
         return EXIT_UNREACHABLE, "Is it running? Start it with 'kvstore serve', or name its folder with --run-dir."
     if isinstance(error, ProtocolError):
+        if isinstance(error, Unknown):
+            return EXIT_NOT_FOUND, error.advice
         if error.code == ErrorCode.NOT_FOUND:
-            return EXIT_NOT_FOUND, "See 'kvstore sessions list', or 'kvstore explain' for requests."
+            return EXIT_NOT_FOUND, "See 'kvstore sessions list' for the sessions that there are."
         if error.code == ErrorCode.VERSION:
             return EXIT_FAULT, f"This is kvstore {VERSION}; the daemon is another version. Restart it."
         if error.code == ErrorCode.BUSY:

@@ -29,6 +29,19 @@ _LOOK_EVERY_S = 0.5
 _Line = tuple[bytes, bool]
 
 
+def check_record(path: Path) -> None:
+    """Raises ConfigError where nothing could be recorded to `path`, and leaves all as it is."""
+    reason = ""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        reason = f"{path.parent} cannot be written to"
+    if reason:
+        raise ConfigError(f"cannot record to {path}: {reason}; choose another file")
+
+
 class RecordFile:
     """`on_full` is called on the caller's thread, by `write`. Close it once; idempotent."""
 

@@ -26,7 +26,7 @@ from kvstore.core.outcome import TierKind
 from kvstore.core.units import approximate_size, parse_size
 from kvstore.settings import load
 from policies import saved_profile
-from policies.break_even import break_even_tokens
+from policies.break_even import MAX_BLOCKS, break_even_tokens
 from policies.cost import CostModel, LoadCost, StepWork
 from policies.saved_profile import SavedProfile, default_folder
 
@@ -132,6 +132,7 @@ def calibrate(
     even = _break_even(found)
     if plot is not None:
         _plot(plot, found, even, about.max_tokens)
+        typer.echo(f"the plot is {plot}", err=json)
     if json:
         print_json(_as_json(found, costs, steps, timed, even, path, time.monotonic() - began))
         return
@@ -243,7 +244,7 @@ def _plot(path: Path, profile: SavedProfile, even: dict[str, int | None], max_to
     }
     recompute_s = [prefill.predict(count + _NEW_TOKENS, 0) for count in tokens]
     title = f"{profile.model} on {profile.device}\ntime to first token, {_NEW_TOKENS} new tokens behind the prefix"
-    plot_times(path, title, tokens, recompute_s, loads_s, even)
+    plot_times(path, title, tokens, recompute_s, loads_s, even, MAX_BLOCKS * stride)
 
 
 def _show(
@@ -275,13 +276,18 @@ def _show(
         print_table(["tier", "blocks", "at once", "seconds", "model", "±", "rate"], rows)
         print_table(
             ["tier", "latency ms", "bandwidth", "loads faster than computing from"],
-            [_tier_row(tier, load, even[tier.label]) for tier, load in _loads_of(profile).items()],
+            [
+                _tier_row(tier, load, even[tier.label], profile.block_tokens)
+                for tier, load in _loads_of(profile).items()
+            ],
         )
 
 
-def _tier_row(tier: TierKind, load: LoadCost, even: int | None) -> list[str]:
+def _tier_row(tier: TierKind, load: LoadCost, even: int | None, block_tokens: int) -> list[str]:
     rate = f"{approximate_size(1 / load.per_byte_s)}/s" if load.per_byte_s else ""
-    return [tier.label, f"{1e3 * load.latency_s:.2f}", rate, "never" if even is None else f"{even} tokens"]
+    # A longer prefix may still be: prefill grows with its square.
+    pays = f"not up to {MAX_BLOCKS * block_tokens} tokens" if even is None else f"{even} tokens"
+    return [tier.label, f"{1e3 * load.latency_s:.2f}", rate, pays]
 
 
 def _grouped(rows: Any) -> list[tuple[Any, float]]:

@@ -13,8 +13,10 @@ def plot_times(
     recompute_s: Sequence[float],
     loads_s: Mapping[str, Sequence[float]],
     break_even: Mapping[str, int | None],
+    searched_tokens: int,
 ) -> None:
-    """Write the PNG. `recompute_s[i]` and `loads_s[tier][i]` are for a prefix of `tokens[i]`.
+    """Write the PNG. `recompute_s[i]` and `loads_s[tier][i]` are for a prefix of `tokens[i]`. A
+    tier without break-even has none up to `searched_tokens`.
 
     Raises ConfigError where the file cannot be written.
     """
@@ -27,7 +29,7 @@ def plot_times(
     axes.plot(tokens, recompute_s, color="black", label="recompute")
     for tier, seconds in loads_s.items():
         even = break_even.get(tier)
-        pays = "never faster" if even is None else f"faster from {even} tokens on"
+        pays = f"not faster up to {searched_tokens} tokens" if even is None else f"faster from {even} tokens on"
         (line,) = axes.plot(tokens, seconds, label=f"load from {tier}: {pays}")
         if even is not None and tokens[0] <= even <= tokens[-1]:
             axes.axvline(even, color=line.get_color(), linestyle=":", linewidth=1)

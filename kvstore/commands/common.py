@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.client import Client
+from kvstore.core.errors import ProtocolError
 from kvstore.settings import load
+from kvstore.wire import ErrorCode
 
 ConfigOption = Annotated[
     Path | None,
@@ -23,6 +25,15 @@ RunDirOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 TenantOption = Annotated[str, typer.Option("--tenant", help="The tenant that the session belongs to.")]
+
+
+class Unknown(ProtocolError):
+    """What was asked for does not exist; `advice` says where to see what does."""
+
+    def __init__(self, message: str, advice: str) -> None:
+        super().__init__(ErrorCode.NOT_FOUND, message)
+        self.advice = advice
+
 
 # Evicting or deleting many blocks takes longer than looking something up.
 _DEADLINE_S: Final = 5.0

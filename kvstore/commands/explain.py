@@ -8,10 +8,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvstore.commands.common import ConfigOption, JsonOption, RunDirOption, connect, print_json, print_table
+from kvstore.client import Client
+from kvstore.commands.common import (
+    ConfigOption,
+    JsonOption,
+    RunDirOption,
+    Unknown,
+    clean,
+    connect,
+    print_json,
+    print_table,
+)
 from kvstore.commands.decision_text import explained, seconds
+from kvstore.core.errors import ProtocolError
 from kvstore.decision_json import as_json
-from kvstore.wire import DecisionView
+from kvstore.wire import DecisionView, ErrorCode
 from policies.decision import Decision
 
 EXAMPLE: Final = "Example: kvstore explain chatcmpl-5f0c1e2d3b4a59687786950a"
@@ -40,7 +51,7 @@ def explain(
     client = connect(run_dir, config)
     try:
         if request is not None:
-            _show(client.decision_get(request, tenant), json)
+            _show(_get(client, request, tenant), json)
             return
         views, total = client.decision_list(tenant, limit)
     finally:
@@ -48,10 +59,30 @@ def explain(
     if json:
         print_json({"decisions": [as_json(view) for view in views], "total": total})
         return
+    if not views:
+        typer.echo(_none_because(tenant), err=True)
+        return
     now_s = time.time()
     print_table(_COLUMNS, [_row(view, now_s) for view in views])
     if total > len(views):
         typer.echo(f"{len(views)} of {total}; see more with --limit", err=True)
+
+
+def _get(client: Client, request: str, tenant: str | None) -> DecisionView:
+    try:
+        return client.decision_get(request, tenant)
+    except ProtocolError as error:
+        if error.code != ErrorCode.NOT_FOUND:
+            raise
+        raise Unknown(str(error), "See 'kvstore explain' for the requests that it knows.") from None
+
+
+def _none_because(tenant: str | None) -> str:
+    whose = "" if tenant is None else f" of tenant {clean(tenant)!r}"
+    return (
+        f"no request{whose} is known: an engine tells of each a moment after its first token, but not of those that "
+        "were pinned to 'recompute', and a daemon forgets them when it ends"
+    )
 
 
 def _show(view: DecisionView, json: bool) -> None:

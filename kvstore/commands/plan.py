@@ -126,6 +126,12 @@ def _loads(
 ) -> dict[TierKind, LoadCost]:
     latencies_s = _by_tier(latency, parse_duration, "--latency", tuple(_TIERS))
     rates = _by_tier(bandwidth, parse_size, "--bandwidth", tuple(_TIERS))
+    named = {kind.label for kind, _ in parts}
+    for option, values in (("--latency", latencies_s), ("--bandwidth", rates), ("--queue", queues_s)):
+        for name in sorted(values.keys() - named - {"gpu"}):
+            raise typer.BadParameter(
+                f"nothing lies in {name}: --tier names {', '.join(sorted(named))}", param_hint=option
+            )
     loads = {}
     for kind in sorted({kind for kind, _ in parts}):
         load = costs.loads.get(kind)

@@ -187,6 +187,7 @@ def replay(
         rows.append(_row(trace, name, hints, read, replayed, infinite))
     if plot is not None:
         plot_hit_ratios(plot, [(row.policy, row.capacity_blocks, row.token_hit_ratio) for row in rows], infinite)
+        typer.echo(f"the plot is {plot}", err=json)
     if json:
         print_json(rows[0] if len(rows) == 1 else rows)
     else:

@@ -42,6 +42,11 @@ def serve(
     if loaded.config.events.curve_secret_key_file:
         read_secret_key(loaded.config.events.curve_secret_key_file)
         read_public_keys(loaded.config.events.curve_clients_file)
+    if record is not None:
+        # Before RAM is taken and tiers are opened, which takes a while.
+        from kvstore.record_file import check_record
+
+        check_record(record)
     # Only here: the other commands start faster without it.
     from kvstore.daemon import run
 

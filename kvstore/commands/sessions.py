@@ -49,6 +49,9 @@ def list_sessions(
     if json:
         print_json({"sessions": [_summary(view) for view in found.sessions], "total": found.total})
         return
+    if not found.sessions:
+        typer.echo(_none_because(tenant), err=True)
+        return
     columns = ["id", "tenant", "model", "messages", "tokens", "durable", "pinned", "last turn", "expires in"]
     print_table(columns, [_row(view, time.time()) for view in found.sessions])
     if found.total > len(found.sessions):
@@ -143,6 +146,14 @@ def _set_pinned(
             typer.echo(f"{'pinned' if pinned else 'unpinned'} {clean(session_id)}")
     finally:
         client.close()
+
+
+def _none_because(tenant: str | None) -> str:
+    whose = "" if tenant is None else f" of tenant {clean(tenant)!r}"
+    return (
+        f"there is no session{whose}: one begins with a chat request that names a session_id ('kvstore chat' does), "
+        "and ends when it is deleted or its time to live is over"
+    )
 
 
 def _row(view: SessionView, now_s: float) -> list[str]:

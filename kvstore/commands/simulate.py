@@ -90,12 +90,12 @@ def _run(trace: Trace, rate: float, setting: Setting, strategies: list[Strategy]
         TraceRequest(request.arrival_s / rate, request.prompt_tokens, request.output_tokens, request.hash_ids)
         for request in trace.requests
     ]
-    columns = TextColumn("{task.description:<26}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     reports: dict[Strategy, Report] = {}
     # On standard error, so that standard output stays what was asked for.
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for strategy in strategies:
-            task = progress.add_task(STRATEGIES[strategy], total=len(faster))
+            task = progress.add_task(strategy, total=len(faster))
 
             def show(done: int, task: Any = task) -> None:
                 progress.update(task, completed=done)
@@ -120,7 +120,7 @@ def _as_json(reports: dict[Strategy, Report], setting: Setting, trace: Trace, ra
 def _row(strategy: Strategy, figures: Report) -> list[str]:
     times_s = (figures.ttft_mean_s, figures.ttft_p50_s, figures.ttft_p90_s, figures.ttft_p99_s)
     return [
-        STRATEGIES[strategy],
+        strategy,
         *(f"{seconds:.3f}" for seconds in times_s),
         f"{100 * figures.gpu_use:.1f}%",
         str(figures.computed_tokens),

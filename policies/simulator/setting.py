@@ -2,22 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.outcome import TierKind
 from policies.cost import PrefillCost
 from policies.profiles import RAM_LATENCY_S, SSD_LATENCY_S, Machine
 
+# What each does: docs/simulate.md.
 Strategy = Literal["recompute", "load", "static_cut", "two_ended", "ours"]
-# As tables name them.
-STRATEGIES: Mapping[Strategy, str] = {
-    "recompute": "recompute all",
-    "load": "load all",
-    "static_cut": "static cut",
-    "two_ended": "two-ended without queues",
-    "ours": "ours",
-}
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True, slots=True)

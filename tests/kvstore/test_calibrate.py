@@ -11,6 +11,8 @@ from kvstore.commands import calibrate
 from kvstore.commands.calibrate import CalibrationFailed, Load, Step, learned
 from kvstore.commands.calibrate_plot import plot_times
 from kvstore.core.errors import ConfigError
+from kvstore.core.outcome import TierKind
+from policies.cost import LoadCost
 from policies.saved_profile import SavedProfile
 
 ABOUT = SavedProfile("m", "d", "h", 256, 16, 737_280, 0.0)
@@ -59,10 +61,24 @@ def test_what_it_says_beside_is_a_fault_and_no_crash(monkeypatch: pytest.MonkeyP
 @pytest.mark.leaks  # matplotlib keeps its fonts open
 def test_a_plot_shows_both_times(tmp_path: Path) -> None:
     path = tmp_path / "times.png"
-    plot_times(path, "title", [16, 256, 4096], [0.1, 1.0, 20.0], {"ram": [0.1] * 3, "s3": [1.0, 2.0, 9.0]}, {"s3": 900})
+    plot_times(
+        path,
+        "title",
+        [16, 256, 4096],
+        [0.1, 1.0, 20.0],
+        {"ram": [0.1] * 3, "s3": [1.0, 2.0, 9.0]},
+        {"s3": 900},
+        262_144,
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="cannot write"):
-        plot_times(tmp_path / "none" / "x.png", "title", [16, 32], [0.1, 1.0], {}, {})
+        plot_times(tmp_path / "none" / "x.png", "title", [16, 32], [0.1, 1.0], {}, {}, 262_144)
+
+
+def test_a_tier_that_does_not_pay_says_up_to_which_prefix_it_was_looked_for() -> None:
+    slow = calibrate._tier_row(TierKind.S3, LoadCost(0.05, 1e-6), None, 16)
+    assert slow[-1] == "not up to 262144 tokens"
+    assert calibrate._tier_row(TierKind.S3, LoadCost(0.05, 1e-6), 160, 16)[-1] == "160 tokens"
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_the_work() -> None:

@@ -176,6 +176,14 @@ def test_version_is_the_packages(run: Run) -> None:
 # ---------------------------------------------------------------- serve
 
 
+@pytest.mark.parametrize("name", ["nowhere/trace.jsonl", "."])
+def test_a_recording_that_cannot_be_is_refused_before_the_daemon_begins(run: Run, tmp_path: Path, name: str) -> None:
+    ran = run("serve", "--run-dir", str(tmp_path / "run"), "--record", str(tmp_path / name))
+    assert ran.code == 2
+    assert "choose another file" in ran.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_print_config_shows_values_and_where_each_is_from(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,9 +288,20 @@ def test_a_session_is_shown_with_what_was_said(run: Run) -> None:
     assert json.loads(run("sessions", "show", "a", "--json").out)["messages"][1]["content"] == "hush"
 
 
+def test_where_there_is_no_session_it_says_how_one_begins(run: Run, client: FakeClient) -> None:
+    client.sessions = {}
+    ran = run("sessions", "list")
+    assert (ran.code, ran.out) == (0, "")
+    assert "there is no session:" in ran.err and "session_id" in ran.err
+    assert "no session of tenant 't'" in run("sessions", "list", "--tenant", "t").err
+    assert json.loads(run("sessions", "list", "--json").out) == {"sessions": [], "total": 0}
+
+
 @pytest.mark.parametrize("command", ["show", "pin", "unpin", "prefetch", "delete"])
 def test_a_session_that_does_not_exist_ends_with_4(run: Run, command: str) -> None:
-    assert run("sessions", command, "nobody").code == 4
+    ran = run("sessions", command, "nobody")
+    assert ran.code == 4
+    assert "kvstore sessions list" in ran.err and "explain" not in ran.err
 
 
 def test_sessions_are_pinned_unpinned_and_deleted(run: Run, client: FakeClient) -> None:

@@ -179,3 +179,17 @@ def test_an_unknown_request_ends_with_4_and_says_where_to_look(
     assert run(monkeypatch, "nobody") == 4
     error = capsys.readouterr().err
     assert "nothing is known of request 'nobody'" in error and "kvstore explain" in error
+    assert "sessions" not in error
+
+
+def test_where_nothing_is_known_it_says_why_that_may_be(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.decisions = []
+    assert run(monkeypatch) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "no request is known" in err and "pinned to 'recompute'" in err
+    assert run(monkeypatch, "--tenant", "t") == 0
+    assert "no request of tenant 't' is known" in capsys.readouterr().err
+    assert run(monkeypatch, "--json") == 0
+    assert msgspec.json.decode(capsys.readouterr().out) == {"decisions": [], "total": 0}

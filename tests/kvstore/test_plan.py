@@ -103,6 +103,9 @@ def test_what_was_measured_here_is_found_by_part_of_its_name_or_as_the_newest(tm
         (["--tier", "ram:10", "--prefix", "9"], "sum"),
         (["--tier", "s3:99", "--queue", "disk:1s"], "gpu"),
         (["--tier", "s3:99", "--latency", "s3:soon"], "soon"),
+        (["--tier", "s3:99", "--latency", "ram:1ms"], "nothing lies in ram"),
+        (["--tier", "s3:99", "--bandwidth", "ssd:1GB"], "nothing lies in ssd"),
+        (["--tier", "s3:99", "--queue", "ssd:1s"], "nothing lies in ssd"),
         (["--tier", "s3:99", "--bandwidth", "s3:0B"], "above 0"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import ConfigError
-from kvstore.record_file import RecordFile
+from kvstore.record_file import RecordFile, check_record
 
 
 def test_lines_are_there_when_it_is_closed_and_nobody_else_reads_them(tmp_path: Path) -> None:
@@ -48,3 +48,15 @@ def test_a_recording_that_is_there_is_kept(tmp_path: Path) -> None:
 def test_a_place_where_nothing_can_be_written_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose another file"):
         RecordFile(tmp_path / "nowhere" / "trace.jsonl")
+
+
+def test_where_a_recording_could_be_is_asked_without_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    check_record(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_bytes(b"older\n")
+    check_record(path)
+    assert path.read_bytes() == b"older\n"
+    for bad in (tmp_path, tmp_path / "nowhere" / "trace.jsonl", path / "trace.jsonl"):
+        with pytest.raises(ConfigError, match="choose another file"):
+            check_record(bad)

@@ -120,8 +120,9 @@ def test_a_trace_that_is_not_there_is_refused(run: Run, tmp_path: Path) -> None:
 def test_a_plot_is_a_png_file(run: Run, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
-    code, _, _ = run(str(trace), "--policy", "lru,belady", "--plot", str(path))
+    code, out, _ = run(str(trace), "--policy", "lru,belady", "--plot", str(path))
     assert code == 0
+    assert f"the plot is {path}" in out
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
