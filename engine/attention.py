@@ -12,7 +12,7 @@ so that one index_select per layer collects K and V of every sequence: 14 GB/s o
 machine, a third of what attending to them costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,14 @@ class SequenceSlice:
     sequence's tokens [i * pool_block_tokens, (i + 1) * pool_block_tokens); it covers start + len(token_ids) tokens.
     `wants_logits` is False for a chunk whose sequence goes on in a later step: its logits would be thrown away, and
     on the reference machine they cost 4% of a prefill in chunks of 256.
+    `before_layer` is called with each layer before what is cached of it is read: it may still be on its way.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     wants_logits: bool = True
+    before_layer: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class PagedBatch:
         self._heads = (num_kv_heads, head_dim)
         self._part_rows = pool.view(-1, block_tokens * num_kv_heads * head_dim)
         self._token_rows = pool.view(-1, num_kv_heads * head_dim)
+        self._before_layer = [piece.before_layer for piece in slices if piece.before_layer is not None]
         self._lay_out(slices, pool)
 
     def _lay_out(self, slices: Sequence[SequenceSlice], pool: torch.Tensor) -> None:
@@ -129,6 +132,8 @@ class PagedBatch:
 
         `query` is `[1, num_heads, num_tokens, head_dim]`, `key` and `value` are the step's own.
         """
+        for wait in self._before_layer:
+            wait(layer)
         cached_key, cached_value = self._collect(layer)
         outputs: list[torch.Tensor] = []
         for span in self._spans:

@@ -1,4 +1,8 @@
-"""Bringing blocks into HBM: copy them as they land, and check each after its copy."""
+"""Bringing blocks into HBM: copy them as they land, and check each after its copy.
+
+The last ones that land may be copied layer by layer, so that the step loop begins behind the first layers
+(`engine/layers.py`).
+"""
 
 import contextlib
 import logging
@@ -6,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from engine.counters import Counters
 from engine.jobs import FetchJob
+from engine.layers import LayerGate
 from engine.link import FetchStream, KVClient, Links
 from engine.pins import Hbm, RegionPin
 from kvstore.client import LandedBlock
@@ -21,7 +26,8 @@ _COPY_BLOCKS = 32
 
 
 class Fetcher:
-    """`progressed` is called whenever blocks of a fetch have landed, `fetched` once at its end."""
+    """`progressed` is called whenever blocks of a fetch have landed, `fetched` once at its end. `layer_ends`: up to
+    which layer each turn goes where blocks are copied layer by layer; () where they never are."""
 
     def __init__(
         self,
@@ -32,6 +38,7 @@ class Fetcher:
         counters: Counters,
         faults: Counters,
         clock: Callable[[], float],
+        layer_ends: Sequence[int] = (),
     ) -> None:
         self._hbm = hbm
         self._pins = pins
@@ -40,6 +47,7 @@ class Fetcher:
         self._counters = counters
         self._faults = faults
         self._clock = clock
+        self._layer_ends = layer_ends
 
     def run(self, job: FetchJob, links: Links) -> None:
         """Do the job, as far as the step loop has not taken it back meanwhile, and report it."""
@@ -78,6 +86,8 @@ class Fetcher:
                 job.outcome = Outcome.TIMED_OUT
                 return
             blocks = stream.landed(min(wait_s, _LANDED_TIMEOUT_S))
+            if self._copy_by_layers(job, blocks, stream):
+                return
             for start in range(0, len(blocks), _COPY_BLOCKS):
                 part = blocks[start : start + _COPY_BLOCKS]
                 self._copy_all(job, part, stream)
@@ -86,6 +96,46 @@ class Fetcher:
             if not blocks and stream.done:
                 job.outcome = Outcome.MISS
                 return
+
+    def _copy_by_layers(self, job: FetchJob, blocks: Sequence[LandedBlock], stream: FetchStream) -> bool:
+        """Copy the blocks that end the job, all of them up to one layer before the next. False, and nothing was done,
+        where they do not end it, or not all of them came."""
+        if not self._layer_ends or not all(_has_come(job, block) for block in blocks):
+            return False
+        gate = LayerGate()
+        begun = set(job.begin_last([block.index for block in blocks], gate))
+        if not begun:
+            return False
+        self._progressed()
+        chosen = [block for block in blocks if block.index in begun]
+        try:
+            outcomes = self._copy_layers(job, chosen, stream, gate)
+            for block, outcome in zip(chosen, outcomes, strict=True):
+                job.end(block.index, outcome, block.source, self._clock())
+            gate.close(is_whole=all(outcome is Outcome.OK for outcome in outcomes))
+        finally:
+            gate.close(is_whole=False)
+        self._counters.add("fetched_blocks", outcomes.count(Outcome.OK))
+        self._progressed()
+        stream.release_blocks([block.index for block in blocks])
+        return True
+
+    def _copy_layers(
+        self, job: FetchJob, blocks: Sequence[LandedBlock], stream: FetchStream, gate: LayerGate
+    ) -> list[Outcome]:
+        views = [block.view for block in blocks if block.view is not None]
+        groups = [job.pool_blocks[block.index] for block in blocks]
+        with contextlib.ExitStack() as copies:
+            may_copy = False not in [copies.enter_context(self._pins.copying(view)) for view in views]
+            if may_copy:
+                first = 0
+                for end in self._layer_ends:
+                    self._hbm.scatter_layers(views, groups, first, end)
+                    gate.open(end)
+                    first = end
+        outcomes = [Outcome.OK if may_copy and stream.still_valid(block) else Outcome.STALE for block in blocks]
+        self._faults.add("stale_slot", outcomes.count(Outcome.STALE))
+        return outcomes
 
     def _copy_all(self, job: FetchJob, blocks: Sequence[LandedBlock], stream: FetchStream) -> None:
         num_copied = 0
@@ -110,3 +160,7 @@ class Fetcher:
             self._faults.add("stale_slot")
             return Outcome.STALE
         return Outcome.OK
+
+
+def _has_come(job: FetchJob, block: LandedBlock) -> bool:
+    return block.outcome is Outcome.OK and block.view is not None and 0 <= block.index < len(job.keys)

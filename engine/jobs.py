@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from engine.layers import LayerGate
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 
@@ -59,6 +60,8 @@ class FetchJob:
     # When a mover began.
     began_s: float | None = None
     num_open: int = 0
+    # While all blocks that are left are copied layer by layer. The step loop takes it away where it came to nothing.
+    layers: LayerGate | None = None
     _states: bytearray = field(default_factory=bytearray)
     _news: list[Landing] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -86,6 +89,19 @@ class FetchJob:
                 return False
             self._states[index] = Fill.FILLING
             return True
+
+    def begin_last(self, indexes: Sequence[int], gate: LayerGate) -> list[int]:
+        """Before writing blocks layer by layer: return those of `indexes` that are wanted, all of them FILLING now.
+        [], with nothing changed, where another block is still wanted."""
+        with self._lock:
+            wanted = [index for index in indexes if self._states[index] == Fill.WANTED]
+            if len(wanted) < self.num_open:
+                return []
+            for index in wanted:
+                self._states[index] = Fill.FILLING
+            if wanted:
+                self.layers = gate
+            return wanted
 
     def end(self, index: int, outcome: Outcome, source: TierKind, now: float) -> None:
         """After it: OK where its bytes are in place and valid."""

@@ -113,6 +113,11 @@ class Load:
     def is_over(self) -> bool:
         return self.front >= self.cached
 
+    @property
+    def comes_whole(self) -> bool:
+        """Whether every block from the front on is there or coming."""
+        return all(state in (_COMING, _THERE) for state in self._states[self.front - self.first :])
+
     def num_coming(self, tier: TierKind) -> int:
         """Return how many blocks of that tier may still land."""
         part = self._parts.get(tier)

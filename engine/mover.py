@@ -7,7 +7,7 @@ Covers: queues and threads. Does not cover: which blocks are moved (`engine/cach
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from engine.counters import Counters
@@ -33,7 +33,7 @@ class Movers(Protocol):
 
 class MoverThreads:
     """Bounded queues of jobs with threads behind them. `progressed` (blocks of some fetch have landed), `fetched` and
-    `stored` are called on those threads."""
+    `stored` are called on those threads. `layer_ends`: see `Fetcher`."""
 
     def __init__(
         self,
@@ -47,13 +47,14 @@ class MoverThreads:
         *,
         num_fetchers: int = _NUM_FETCHERS,
         max_jobs: int = 64,
+        layer_ends: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._fetches: queue.Queue[FetchJob | None] = queue.Queue(max_jobs)
         self._stores: queue.Queue[StoreJob | None] = queue.Queue(max_jobs)
         self.pins = RegionPin(hbm)
-        fetcher = Fetcher(hbm, self.pins, progressed, fetched, counters, faults, clock)
+        fetcher = Fetcher(hbm, self.pins, progressed, fetched, counters, faults, clock, layer_ends)
         storer = Storer(hbm, self.pins, stored, counters, faults, sleep)
         self._threads = [
             threading.Thread(

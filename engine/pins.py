@@ -33,11 +33,15 @@ class Pinning(Protocol):
 
 
 class Hbm(Pinning, Protocol):
-    """The bytes of the HBM pool, see `tiers/hbm.py`; both copies return when they are complete."""
+    """The bytes of the HBM pool, see `tiers/hbm.py`; copies return when they are complete."""
 
     def gather(self, pool_blocks: Sequence[int], out: memoryview) -> None: ...
 
     def scatter(self, payload: memoryview, pool_blocks: Sequence[int]) -> None: ...
+
+    def scatter_layers(
+        self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]], first: int, end: int
+    ) -> None: ...
 
 
 class _Pinned:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from engine.counters import Counters
 from engine.course import Course, why_of
 from engine.jobs import FetchJob
+from engine.layers import LayerGate
 from engine.loading import Load
 from engine.loads import Loads
 from engine.mover import Movers
@@ -198,6 +199,25 @@ class Planner:
             # What of a block is computed is lost to the mover.
             end = whole
         return max(0, end - request.num_computed)
+
+    def under_copy(self, request: Request) -> tuple[LayerGate, int] | None:
+        """Where all that is missing of a request's cached blocks is being copied layer by layer this moment: return
+        what to wait in, and how many tokens its cached blocks have."""
+        load = self.loads.of(request.id)
+        if load is None or load.job.layers is None:
+            return None
+        self.catch_up(request)
+        gate = load.job.layers
+        if load.is_over or gate is None or not load.comes_whole:
+            return None
+        return gate, load.cached * self._shape.block_tokens
+
+    def copy_failed(self, request: Request) -> None:
+        """Go back to where the request's KV is certain: of what was copied layer by layer not all has come."""
+        load = self.loads.of(request.id)
+        assert load is not None, "a load does not end while its blocks are being copied"
+        load.job.layers = None
+        request.num_computed = load.front * self._shape.block_tokens
 
     def claim(self, request: Request, num_tokens: int) -> int:
         """Return how many of the next tokens may be computed: no block that has landed or is being filled."""

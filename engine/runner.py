@@ -128,7 +128,8 @@ class Runner:
 
     def _compute(self, pieces: Sequence[Piece]) -> None:
         began = self._clock()
-        slices = [SequenceSlice(p.token_ids(), p.start, p.request.block_table, p.samples) for p in pieces]
+        slices = [_slice(piece) for piece in pieces]
+        gates = [piece.layers for piece in pieces if piece.layers is not None]
         try:
             logits = self._model.forward(slices, self._pool)
         except (ValueError, torch.OutOfMemoryError) as error:
@@ -137,11 +138,20 @@ class Runner:
             _log.warning("a step failed: %s", error)
             self._scheduler.fail(pieces, f"the model could not compute the step: {error}")
             return
+        if not all(gate.came_whole() for gate in gates):
+            _finish_on_gpu(logits)
+            self._counters.add("dropped_steps")
+            self._scheduler.drop(pieces)
+            return
         sampled = self._sample(pieces, logits)
         now = self._clock()
-        self._costs.observe_step(step_work(pieces), now - began)
+        began += sum(gate.waited_s for gate in gates)
+        if not gates:
+            # Beside copies, and with pauses, a step tells little of what computing costs.
+            self._costs.observe_step(step_work(pieces), now - began)
         self._publish(now)
         self._counters.add("steps")
+        self._counters.add("overlapped_steps", len(gates))
         self._counters.add("prefill_tokens", sum(piece.num_tokens for piece in pieces if piece.num_tokens > 1))
         self._counters.add("decode_tokens", sum(piece.num_tokens == 1 for piece in pieces))
         self._scheduler.complete(pieces, sampled, now - began)
@@ -159,11 +169,21 @@ class Runner:
             tokens = choose_tokens(logits[rows], [r.sampling for r in requests], [len(r.output) for r in requests])
             for row, token in zip(rows, tokens, strict=True):
                 sampled[row] = token
-        elif logits.is_cuda:
-            # Its K and V must be in the pool before anybody reads them on another stream.
-            torch.cuda.current_stream(logits.device).synchronize()
+        else:
+            _finish_on_gpu(logits)
         return sampled
 
     def _stop(self) -> None:
         self._stopping = True
         self._scheduler.end_all("the engine is shutting down")
+
+
+def _slice(piece: Piece) -> SequenceSlice:
+    wait = None if piece.layers is None else piece.layers.wait_for
+    return SequenceSlice(piece.token_ids(), piece.start, piece.request.block_table, piece.samples, wait)
+
+
+def _finish_on_gpu(logits: torch.Tensor) -> None:
+    """Wait for a step's K and V: copies run on streams of their own, beside whatever is queued."""
+    if logits.is_cuda:
+        torch.cuda.current_stream(logits.device).synchronize()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from engine.caching import BlockCaching
 from engine.jobs import FetchJob, StoreJob
+from engine.layers import LayerGate
 from engine.planner import Ahead
 from engine.pool import BlockPool
 from engine.request import FinishReason, Progress, Request, RequestState
@@ -24,12 +25,14 @@ from policies.cost import StepWork
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`num_tokens` of `request`, from `start` on, in one step; `samples` where its last token's logits are wanted."""
+    """`num_tokens` of `request`, from `start` on, in one step; `samples` where its last token's logits are wanted.
+    `layers`: what is cached in front of it is still being copied, see `engine/layers.py`."""
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    layers: LayerGate | None = None
 
     def token_ids(self) -> list[int]:
         return self.request.tokens(self.start, self.start + self.num_tokens)
@@ -100,6 +103,8 @@ class Scheduler:
     def next_step(self) -> list[Piece]:
         """Return what to compute next, in order of arrival; [] where nobody can get on before something comes in."""
         self._admit()
+        if (last := self._under_copy()) is not None:
+            return [last]
         budget, ahead_s = self._chunk_tokens, 0.0
         prefill = self._caching.planner.prefill_cost(self._num_decodes()) if self._caching.planner.has_loads else None
         pieces: list[Piece] = []
@@ -132,6 +137,11 @@ class Scheduler:
             if token is not None:
                 self._append(request, token)
 
+    def drop(self, pieces: Sequence[Piece]) -> None:
+        """Forget a step that read cached blocks of which not all came; its tokens are computed again."""
+        for piece in pieces:
+            self._caching.planner.copy_failed(piece.request)
+
     def fail(self, pieces: Sequence[Piece], error: str) -> None:
         """End the requests of a step that could not be computed; nothing of it is indexed."""
         for piece in pieces:
@@ -155,6 +165,27 @@ class Scheduler:
             self._finish(request, "length", token=token)
         else:
             request.listener(Progress(token_id=token))
+
+    def _under_copy(self) -> Piece | None:
+        """Return the last chunk of a request whose cached blocks are being copied layer by layer this moment.
+
+        Only of one that is alone: a step waits for the copies, and nobody else's tokens should.
+        """
+        if len(self._active) != 1:
+            return None
+        request = self._active[0]
+        found = self._caching.planner.under_copy(request)
+        if found is None:
+            return None
+        gate, start = found
+        left = request.num_tokens - start
+        known = request.num_computed
+        request.num_computed = start
+        if left > self._chunk_tokens or self._extend(request, left) < left:
+            request.num_computed = known
+            return None
+        request.state = RequestState.RUNNING
+        return Piece(request, start, left, samples=True, layers=gate)
 
     # ------------------------------------------------------------ room
 

@@ -21,6 +21,7 @@ import uvicorn
 
 from engine.app import make_app
 from engine.guard import Guard, read_api_keys
+from engine.layers import LayerOverlap
 from engine.model import default_model_folder, load_model, make_pool
 from engine.service import Engine, EngineOptions, Objective
 from kernels.quantized import QuantizedDtype, quantized_dtype
@@ -172,6 +173,10 @@ def main(
         str,
         typer.Option(help="latency: the plan with the soonest first token; throughput: GPU seconds have a price, too."),
     ] = "latency",
+    layer_overlap: Annotated[
+        str,
+        typer.Option(help="Compute while later layers of cached blocks are copied: auto (on a GPU), on or off."),
+    ] = "auto",
     tenant: Annotated[str, typer.Option(help="Whose requests those are that name no tenant.")] = "",
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="One key per line, with its tenant if any.")
@@ -197,6 +202,7 @@ def main(
                     kv_store_dtype=_store_dtype(kv_store_dtype),
                     objective=_objective(objective),
                     profile_dir=_profile_dir(profile_dir),
+                    layer_overlap=_layer_overlap(layer_overlap),
                 ),
                 model=model,
                 cache_dir=cache_dir if cache_dir is not None else default_cache_dir(),
@@ -233,6 +239,12 @@ def _objective(name: str) -> Objective:
     if name not in get_args(Objective):
         raise ConfigError(f"--objective is {name!r}; known are {', '.join(get_args(Objective))}")
     return cast(Objective, name)
+
+
+def _layer_overlap(name: str) -> LayerOverlap:
+    if name not in get_args(LayerOverlap):
+        raise ConfigError(f"--layer-overlap is {name!r}; known are {', '.join(get_args(LayerOverlap))}")
+    return cast(LayerOverlap, name)
 
 
 def _size(text: str) -> int:

@@ -21,6 +21,7 @@ from engine.chat import Chat, Tokenizer
 from engine.consult import Consult, Limits
 from engine.cost_keeper import CostKeeper, blank_profile, device_name
 from engine.counters import Counters
+from engine.layers import LayerOverlap, layer_ends
 from engine.link import KVClient, Roots
 from engine.model import ModelSpec
 from engine.mover import MoverThreads
@@ -64,7 +65,9 @@ class EngineOptions:
     """`run_dir` None: no kvstore. `tenant` is whose sessions and blocks these are where nobody says otherwise.
     `kv_store_dtype` None: blocks are stored as they are; what the engine is given as its HBM must agree.
     `objective` throughput: a request's plan also counts what its GPU seconds cost the others.
-    `profile_dir` None: what it measures is not kept for the next run."""
+    `profile_dir` None: what it measures is not kept for the next run.
+    `layer_overlap`: whether the last chunk of a prompt may be computed while later layers of its cached blocks are
+    copied; auto: on a GPU."""
 
     run_dir: Path | None = None
     block_tokens: int = 16
@@ -78,6 +81,7 @@ class EngineOptions:
     kv_store_dtype: QuantizedDtype | None = None
     objective: Objective = "latency"
     profile_dir: Path | None = None
+    layer_overlap: LayerOverlap = "auto"
 
 
 class Engine:
@@ -114,6 +118,7 @@ class Engine:
                 lambda job: self._runner.post(lambda: self.scheduler.stored(job)),
                 self.counters,
                 self.faults,
+                layer_ends=_layer_ends(options, pool, self.namespace),
             )
         price = GpuPrice(1, time.monotonic()) if options.objective == "throughput" else None
         caching = BlockCaching(self.pool, shape, self.costs, self._movers, self.counters, time.monotonic, price=price)
@@ -291,6 +296,15 @@ class Engine:
 
 def _nothing() -> None:
     return
+
+
+def _layer_ends(options: EngineOptions, pool: torch.Tensor, namespace: Namespace) -> Sequence[int]:
+    mode = options.layer_overlap
+    if options.kv_store_dtype is not None:
+        if mode == "on":
+            raise ConfigError(f"layer_overlap is on, but blocks stored as {options.kv_store_dtype} are copied whole")
+        mode = "off"
+    return layer_ends(mode, is_cuda=pool.is_cuda, num_layers=namespace.num_layers, payload_bytes=namespace.block_bytes)
 
 
 def _namespace(spec: ModelSpec, options: EngineOptions, pool: torch.Tensor) -> Namespace:

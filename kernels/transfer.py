@@ -89,6 +89,26 @@ class HostTransfers:
                     self._transfer(row, payload, to_host=False)
                 self._unpack(rows, self._indices(groups[some]))
 
+    def scatter_layers(
+        self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]], first: int, end: int
+    ) -> None:
+        """As `scatter`, the layers [first, end) alone, of blocks that are stored as they are; queued steps may use the
+        others."""
+        assert self._store_dtype is None, "the layers of a quantised payload do not lie together"
+        num_layers = self._pool.shape[1]
+        layer_bytes = self._pool_bytes.shape[1] * self._per_block // num_layers
+        part = slice(first * layer_bytes, end * layer_bytes)
+        with self._in_lane.beside_steps():
+            if self._per_block == 1:
+                for payload, (block,) in zip(payloads, groups, strict=True):
+                    self._transfer(self._pool_bytes[block, part], payload[part], to_host=False)
+                return
+            for some, rows in self._in_staging.rounds(len(groups)):
+                for row, payload in zip(rows, payloads[some], strict=True):
+                    self._transfer(row[part], payload[part], to_host=False)
+                layers = self._pool[:, first:end]
+                scatter(rows[:, part].view(self._pool.dtype), self._indices(groups[some]), layers)
+
     def _pack(self, pool_blocks: torch.Tensor, rows: torch.Tensor) -> None:
         if self._store_dtype is None:
             gather(self._pool, pool_blocks, rows.view(self._pool.dtype))

@@ -46,6 +46,14 @@ class _Copies(Protocol):
     def scatter(self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]]) -> None: ...
 
 
+class _LayerCopies(_Copies, Protocol):
+    """Knows the layers of a payload."""
+
+    def scatter_layers(
+        self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]], first: int, end: int
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Resident:
     meta: BlockMeta
@@ -72,8 +80,15 @@ class HbmTier:
             raise ConfigError(str(error)) from None
         self._pool_block_bytes = pool[0].nbytes
         self._num_pool_blocks = pool.shape[0]
+        self._num_layers = pool.shape[1]
         self._pinned = PinnedMemory() if pool.is_cuda else None
-        self._copies = self._make_copies(pool, store_dtype)
+        self._copies: _Copies
+        self._layer_copies: _LayerCopies | None = None
+        if store_dtype is not None and self._pinned is None:
+            self._copies = CpuQuantizer(pool, self.pool_blocks_per_block, store_dtype)
+        else:
+            self._copies = copies = self._make_copies(pool, store_dtype)
+            self._layer_copies = copies if store_dtype is None else None
         self._lock = threading.Lock()
         self._residents: dict[BlockKey, _Resident] = {}
         self._free = list(range(self._num_pool_blocks - 1, -1, -1))
@@ -102,6 +117,23 @@ class HbmTier:
         """
         self._check(pool_blocks, payload)
         self._copies.scatter([payload], [pool_blocks])
+
+    def scatter_layers(
+        self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]], first: int, end: int
+    ) -> None:
+        """Copy the layers [first, end) of block i, whose whole payload is `payloads[i]`, into its pool blocks
+        `groups[i]`; returns when they are there.
+
+        As `scatter`, but a queued step may use these pool blocks' other layers. Raises ValueError also for blocks that
+        are stored quantised: their layers do not lie together.
+        """
+        if self._layer_copies is None:
+            raise ValueError("quantised blocks are not copied layer by layer")
+        if not 0 <= first < end <= self._num_layers:
+            raise ValueError(f"layers {first} to {end} are not some of {self._num_layers}")
+        for payload, pool_blocks in zip(payloads, groups, strict=True):
+            self._check(pool_blocks, payload)
+        self._layer_copies.scatter_layers(payloads, groups, first, end)
 
     def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Lock host memory so that the GPU can copy from and to it by itself; for a pool on the CPU, enter its pages
@@ -187,10 +219,8 @@ class HbmTier:
 
     # ------------------------------------------------------------ helpers
 
-    def _make_copies(self, pool: torch.Tensor, store_dtype: QuantizedDtype | None) -> _Copies:
+    def _make_copies(self, pool: torch.Tensor, store_dtype: QuantizedDtype | None) -> _LayerCopies:
         if self._pinned is None:
-            if store_dtype is not None:
-                return CpuQuantizer(pool, self.pool_blocks_per_block, store_dtype)
             return _CpuCopies(pool, self.pool_blocks_per_block)
         # Only here, so that a machine without a GPU needs no triton.
         from kernels.transfer import HostTransfers, StreamLane
@@ -255,6 +285,14 @@ class _CpuCopies:
         for payload, pool_blocks in zip(payloads, groups, strict=True):
             for segments, block in zip(self._segments(payload), pool_blocks, strict=True):
                 np.copyto(self._pool[block], segments)
+
+    def scatter_layers(
+        self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]], first: int, end: int
+    ) -> None:
+        some = slice(2 * first, 2 * end)
+        for payload, pool_blocks in zip(payloads, groups, strict=True):
+            for segments, block in zip(self._segments(payload), pool_blocks, strict=True):
+                np.copyto(self._pool[block, some], segments[some])
 
     def _segments(self, view: memoryview) -> Iterable[Any]:
         """Return the payload's parts per pool block, `[num_layers * 2, segment_bytes]` each."""

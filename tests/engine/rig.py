@@ -178,7 +178,7 @@ class Rig:
         return count
 
 
-def threaded(rig: Rig, store: FakeStore, max_jobs: int = 8) -> MoverThreads:
+def threaded(rig: Rig, store: FakeStore, max_jobs: int = 8, layer_ends: Sequence[int] = ()) -> MoverThreads:
     """Put real mover threads and the real step loop around `rig`, over `store`; the caller starts and ends them."""
     from engine.link import Roots
     from tests.engine.fakes import FakeClient
@@ -192,6 +192,7 @@ def threaded(rig: Rig, store: FakeStore, max_jobs: int = 8) -> MoverThreads:
         rig.counters,
         rig.faults,
         max_jobs=max_jobs,
+        layer_ends=layer_ends,
         clock=rig.clock,
     )
     rig.caching._movers = rig.caching.planner._movers = movers

@@ -35,6 +35,8 @@ class Bytes:
     def __init__(self) -> None:
         self.filled: dict[int, bytes] = {}
         self.broken: set[int] = set()
+        # Per call: which layers, of which blocks.
+        self.layers: list[tuple[int, int, list[int]]] = []
 
     def gather(self, pool_blocks: Sequence[int], out: memoryview) -> None:
         if pool_blocks[0] in self.broken:
@@ -43,6 +45,15 @@ class Bytes:
 
     def scatter(self, payload: memoryview, pool_blocks: Sequence[int]) -> None:
         self.filled[pool_blocks[0]] = bytes(payload)
+
+    def scatter_layers(
+        self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]], first: int, end: int
+    ) -> None:
+        self.layers.append((first, end, [pool_blocks[0] for pool_blocks in groups]))
+        for payload, pool_blocks in zip(payloads, groups, strict=True):
+            if pool_blocks[0] in self.broken and first:
+                raise RuntimeError("the device refuses")
+            self.scatter(payload, pool_blocks)
 
     def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool]) -> None:
         return None
@@ -108,7 +119,7 @@ class Client(FakeClient):
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, layer_ends: Sequence[int] = ()) -> None:
         self.clock = Clock()
         self.hbm = Bytes()
         self.client = Client()
@@ -118,7 +129,9 @@ class Rig:
         self.num_told = 0
         self.links = Links(Roots(lambda _: self.client))
         pins = RegionPin(self.hbm)
-        self.fetcher = Fetcher(self.hbm, pins, self.tell, self.done.append, self.counters, self.faults, self.clock)
+        self.fetcher = Fetcher(
+            self.hbm, pins, self.tell, self.done.append, self.counters, self.faults, self.clock, layer_ends
+        )
         self.storer = Storer(self.hbm, pins, self.done.append, self.counters, self.faults, self.slept_s.append)
 
     def tell(self) -> None:
@@ -289,6 +302,73 @@ def test_a_block_that_lands_twice_is_taken_once(rig: Rig) -> None:
     """A second copy over a block that counts already could be stale, and its bytes would have been used."""
     job = rig.fetch([landed(0), landed(1)], [landed(0, stale=True)], [landed(7), landed(2)])
     assert outcomes(job) == {0: OK, 1: OK, 2: OK}
+
+
+# ---------------------------------------------------------------- layer by layer
+
+
+def test_the_blocks_that_end_a_fetch_are_copied_one_layer_before_the_next() -> None:
+    rig = Rig(layer_ends=[2, 3])
+    job = rig.fetch([landed(2)], [landed(1), landed(0)])
+    assert rig.hbm.layers == [(0, 2, [101, 100]), (2, 3, [101, 100])]
+    assert outcomes(job) == {0: OK, 1: OK, 2: OK}
+    assert rig.counters.snapshot() == {"fetched_blocks": 3}
+    assert job.layers is not None and job.layers.came_whole()
+    assert isinstance(rig.client.stream, FakeStream)
+    assert rig.client.stream.num_released == 3
+
+
+def test_the_step_loop_is_told_before_the_copy_and_sees_how_far_it_is() -> None:
+    rig = Rig()
+    job = rig.job()
+    seen: list[tuple[bool, list[int]]] = []
+
+    def tell() -> None:
+        gate = job.layers
+        assert gate is not None
+        seen.append((job.withdraw(0), [end for _, end, _ in rig.hbm.layers]))
+
+    rig.fetcher = Fetcher(
+        rig.hbm, RegionPin(rig.hbm), tell, rig.done.append, rig.counters, rig.faults, rig.clock, [1, 2]
+    )
+    rig.run(job, [landed(0), landed(1), landed(2)])
+    # Told once when it begins and once when it is over; neither time may a block be taken back.
+    assert seen == [(False, []), (False, [1, 2])]
+
+
+def test_blocks_that_do_not_end_the_fetch_are_copied_whole() -> None:
+    rig = Rig(layer_ends=[2, 3])
+    job = rig.fetch([landed(0), landed(1)], [landed(2, Outcome.CORRUPT)])
+    assert rig.hbm.layers == [] and job.layers is None
+    assert outcomes(job) == {0: OK, 1: OK, 2: Outcome.CORRUPT}
+
+
+def test_what_was_taken_back_is_not_waited_for_by_the_last_ones() -> None:
+    rig = Rig(layer_ends=[2, 3])
+    job = rig.job()
+    assert job.withdraw(0)
+    rig.run(job, [landed(0), landed(1), landed(2)])
+    assert rig.hbm.layers == [(0, 2, [101, 102]), (2, 3, [101, 102])]
+    assert outcomes(job) == {1: OK, 2: OK}
+
+
+def test_a_slot_that_changed_under_the_layers_takes_the_pass_with_it() -> None:
+    rig = Rig(layer_ends=[2, 3])
+    job = rig.fetch([landed(0), landed(1, stale=True), landed(2)])
+    assert outcomes(job) == {0: OK, 1: STALE, 2: OK}
+    assert job.layers is not None and not job.layers.came_whole()
+    assert rig.faults.snapshot() == {"stale_slot": 1}
+
+
+def test_a_copy_that_breaks_between_two_layers_lets_nobody_wait() -> None:
+    rig = Rig(layer_ends=[2, 3])
+    rig.hbm.broken = {101}
+    job = rig.fetch([landed(0), landed(1), landed(2)])
+    assert job.layers is not None
+    job.layers.wait_for(2)
+    assert not job.layers.came_whole()
+    assert outcomes(job) == dict.fromkeys(range(3), Outcome.UNAVAILABLE)
+    assert rig.faults.snapshot() == {"fetch_fault": 1}
 
 
 # ---------------------------------------------------------------- stores

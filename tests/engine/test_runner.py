@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -15,10 +15,10 @@ from tests.engine.rig import Answer, Rig, threaded
 
 
 @contextmanager
-def running(rig: Rig, store: FakeStore, max_jobs: int = 8) -> Iterator[None]:
+def running(rig: Rig, store: FakeStore, max_jobs: int = 8, layer_ends: Sequence[int] = ()) -> Iterator[None]:
     rig.clock = time.monotonic  # type: ignore[method-assign]
     rig.caching._clock = rig.caching.planner._clock = rig.runner._clock = time.monotonic
-    movers = threaded(rig, store, max_jobs)
+    movers = threaded(rig, store, max_jobs, layer_ends)
     movers.start()
     rig.runner.start()
     try:
@@ -36,8 +36,10 @@ def cached_in(store: FakeStore, rig: Rig, prompt: list[int]) -> Cached:
     return Cached([TierKind.RAM] * found, "never_stored", asked=True)
 
 
-@pytest.mark.parametrize(("seed", "pool_block_tokens"), [(0, 4), (1, 2), (2, 1)])
-def test_every_answer_is_right_whatever_kvstore_does(seed: int, pool_block_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "pool_block_tokens", "layer_ends"), [(0, 4, []), (1, 2, []), (2, 1, []), (3, 4, [1]), (4, 2, [1])]
+)
+def test_every_answer_is_right_whatever_kvstore_does(seed: int, pool_block_tokens: int, layer_ends: list[int]) -> None:
     """Arrivals, cancels, a tiny pool, and a kvstore that is down, refuses, loses, lies and is silent at random."""
     draw = random.Random(seed)
     faults = Faults(down=0.03, refused=0.02, miss=0.03, stale=0.05, silent=0.02, busy=0.15, full=0.02, lost_commit=0.03)
@@ -45,7 +47,7 @@ def test_every_answer_is_right_whatever_kvstore_does(seed: int, pool_block_token
     rig = Rig(96 // pool_block_tokens, pool_block_tokens, block_tokens=4, chunk_tokens=8, max_batch=4)
     roots = [[draw.randint(0, 9) for _ in range(20)] for _ in range(5)]
     asked: list[tuple[list[int], int, Answer]] = []
-    with running(rig, store):
+    with running(rig, store, layer_ends=layer_ends):
         for number in range(120):
             prompt = draw.choice(roots)[: draw.randint(1, 20)] + [draw.randint(0, 9) for _ in range(draw.randint(0, 9))]
             reply = draw.randint(1, 9)

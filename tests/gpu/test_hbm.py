@@ -118,3 +118,25 @@ def test_loads_stores_and_steps_overlap_without_mixing(pool: torch.Tensor) -> No
         found = bytearray(tier.payload_bytes)
         tier.gather([block], memoryview(found))
         assert found == view
+
+
+@pytest.mark.parametrize("per_block", [1, 3])
+def test_layers_travel_one_before_the_next(pool: torch.Tensor, region: Region, per_block: int) -> None:
+    full = HbmTier(pool.cuda(), per_block * _TOKENS)
+    groups = torch.randperm(24)[: 6 * per_block].view(6, per_block).tolist()
+    taken = [block for group in groups for block in group]
+    slots = [region.view(i << 20, full.payload_bytes) for i in range(len(groups))]
+    full.pin(region.address, region.data_bytes)
+    try:
+        for group, slot in zip(groups, slots, strict=True):
+            full.gather(group, slot)
+        emptied = torch.zeros_like(pool).cuda()
+        tier = HbmTier(emptied, per_block * _TOKENS)
+        for first, end in [(0, 1), (1, 3), (3, 4)]:
+            tier.scatter_layers(slots, groups, first, end)
+            assert torch.equal(emptied[taken, :end].cpu(), pool[taken, :end])
+            assert not bool(emptied[taken, end:].any())
+    finally:
+        full.unpin(region.address)
+        for slot in slots:
+            slot.release()

@@ -120,6 +120,24 @@ def test_host_transfers_move_blocks_out_and_back_through_any_staging(per_block: 
     assert torch.equal(pool, before)
 
 
+@pytest.mark.parametrize(("per_block", "staging_bytes"), [(1, 1 << 20), (2, 1 << 20), (2, 1)])
+def test_host_transfers_copy_some_layers_and_leave_the_others(per_block: int, staging_bytes: int) -> None:
+    pool = torch.arange(8 * 36, dtype=torch.float32).reshape(8, 3, 2, 3, 1, 2)
+    before = pool.clone()
+    transfers = HostTransfers(pool, per_block, (_HereAndNow(), _HereAndNow()), PinnedMemory(), staging_bytes)
+    groups = [[6, 1], [0, 3], [7, 2]] if per_block == 2 else [[6], [1], [4]]
+    payloads = [memoryview(bytearray(pool[0].nbytes * per_block)) for _ in groups]
+    transfers.gather(groups, payloads)
+    taken = [block for group in groups for block in group]
+    pool[taken] = -1
+    transfers.scatter_layers(payloads, groups, 1, 2)
+    assert torch.equal(pool[taken, 1], before[taken, 1])
+    assert bool((pool[taken][:, [0, 2]] == -1).all())
+    transfers.scatter_layers(payloads, groups, 0, 1)
+    transfers.scatter_layers(payloads, groups, 2, 3)
+    assert torch.equal(pool, before)
+
+
 @pytest.mark.parametrize("store_dtype", QUANTIZED_DTYPES)
 @pytest.mark.parametrize(("per_block", "staging_bytes"), [(1, 1 << 20), (2, 1)])
 def test_host_transfers_quantise_as_the_cpu_does(

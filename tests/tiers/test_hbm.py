@@ -52,6 +52,37 @@ def test_scatter_undoes_gather_and_touches_nothing_else(pool: torch.Tensor, bloc
     assert torch.equal(pool, before)
 
 
+@pytest.mark.parametrize("groups", [[[2], [5]], [[2, 6], [7, 0]]], ids=["one", "two"])
+def test_layers_of_blocks_are_scattered_in_turns(pool: torch.Tensor, groups: list[list[int]]) -> None:
+    tier = HbmTier(pool, _TOKENS * len(groups[0]))
+    payloads = [memoryview(bytearray(tier.payload_bytes)) for _ in groups]
+    for group, payload in zip(groups, payloads, strict=True):
+        tier.gather(group, payload)
+    before = pool.clone()
+    taken = [block for group in groups for block in group]
+    pool[taken] = 7
+    tier.scatter_layers(payloads, groups, 0, 2)
+    assert torch.equal(pool[:, :2], before[:, :2])
+    assert bool((pool[taken, 2] == 7).all())
+    tier.scatter_layers(payloads, groups, 2, 3)
+    assert torch.equal(pool, before)
+
+
+def test_layers_that_are_not_there_or_were_quantised_are_refused(pool: torch.Tensor) -> None:
+    tier = HbmTier(pool, _TOKENS)
+    payload = memoryview(bytearray(tier.payload_bytes))
+    before = pool.clone()
+    for first, end in [(0, 4), (2, 2), (-1, 1)]:
+        with pytest.raises(ValueError, match="layers"):
+            tier.scatter_layers([payload], [[1]], first, end)
+    with pytest.raises(ValueError, match="outside"):
+        tier.scatter_layers([payload, payload], [[1], [8]], 0, 1)
+    quantised = HbmTier(pool, _TOKENS, "int8")
+    with pytest.raises(ValueError, match="quantised"):
+        quantised.scatter_layers([memoryview(bytearray(quantised.payload_bytes))], [[1]], 0, 1)
+    assert torch.equal(pool, before)
+
+
 @pytest.mark.parametrize("blocks", [[2], [2, 6]], ids=["one", "two"])
 @pytest.mark.parametrize("store_dtype", QUANTIZED_DTYPES)
 def test_a_quantised_block_is_smaller_and_comes_back_nearly_as_it_was(
