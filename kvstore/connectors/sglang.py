@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvstore.connectors.sglang_parts.pages import Pages
 from kvstore.connectors.sglang_parts.settings import Settings, parse
 from kvstore.core.counts import Counts
+from kvstore.core.errors import ConfigError
 from kvstore.core.key import Namespace
 
 _log = logging.getLogger(__name__)
@@ -84,7 +85,11 @@ class KvstoreStorage(HiCacheStorage):  # type: ignore[misc]
     """See the module. SGLang makes one per rank, then registers the host pool, then calls from three threads."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
-        """Raises ConfigError for settings that are none; the daemon may be down."""
+        """Raises ConfigError for settings that are none, and for what cannot be kept; the daemon may be down."""
+        if getattr(storage_config, "dcp_size", 1) > 1:
+            raise ConfigError(
+                "pages of decode context parallelism cannot be kept: start SGLang without it, or without this backend"
+            )
         self._config = storage_config
         self._settings: Settings = parse(storage_config.extra_config)
         self._mutex = threading.Lock()
@@ -231,7 +236,7 @@ class KvstoreStorage(HiCacheStorage):  # type: ignore[misc]
         return counts | {f"failed_{kind}": number for kind, number in self._failures.snapshot().items()}
 
     def get_stats(self) -> None:
-        """SGLang's own metrics ask for bandwidths, which the daemon's /metrics has; see `counts` for ours."""
+        """SGLang's metrics know pages and bandwidths of backends alone; the daemon's /metrics has both."""
         return None
 
     def close(self) -> None:

@@ -31,7 +31,11 @@ class HiCacheStorageConfig:
     model_name: str | None
     tp_lcm_size: int | None = None
     should_split_heads: bool = False
+    dp_rank: int = 0
     extra_config: dict[str, Any] | None = None
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    logical_page_size: int | None = None
 
 
 @dataclass

@@ -24,8 +24,10 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
 )
 
 from kvstore.connectors.sglang import KvstoreStorage, namespace_of  # noqa: E402
+from kvstore.connectors.sglang_parts.pages import _hash  # noqa: E402
 from kvstore.connectors.sglang_parts.settings import Settings  # noqa: E402
 from kvstore.core.errors import ConfigError  # noqa: E402
+from kvstore.core.key import engine_keys, event_name  # noqa: E402
 
 __all__ = ["make_daemon"]
 
@@ -240,6 +242,21 @@ def test_a_prefix_counts_as_far_as_every_pool_has_what_it_needs(ranks: Ranks) ->
     target = places(mamba, 7)
     assert storage.batch_get_v2([PoolTransfer(PoolName.MAMBA, target, keys=[names[3]])]) == {PoolName.MAMBA: [True]}
     assert torch.equal(mamba.get_data_page(3 * mamba.page_size), mamba.get_data_page(7 * mamba.page_size))
+
+
+def test_events_call_a_page_what_sglang_calls_it() -> None:
+    """Its events have the first 64 bits of a page's hash."""
+    (name,) = hashes(1)
+    (key,) = engine_keys(bytes(32), [_hash(name)])
+    assert event_name(key) == int(name[:16], 16)
+
+
+def test_decode_context_parallelism_is_refused_by_name() -> None:
+    config = dataclasses.replace(
+        CONFIG, is_mla_model=True, tp_size=2, dcp_size=2, dcp_rank=0, logical_page_size=8, extra_config={}
+    )
+    with pytest.raises(ConfigError, match="decode context parallelism"):
+        KvstoreStorage(config, {})
 
 
 def test_settings_that_are_none_are_refused_at_the_start() -> None:

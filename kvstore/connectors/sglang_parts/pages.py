@@ -19,7 +19,7 @@ from kvstore.client import Client
 from kvstore.connectors.sglang_parts.settings import Settings
 from kvstore.core.counts import Counts
 from kvstore.core.errors import KVStoreError
-from kvstore.core.key import BlockKey, Namespace, engine_keys
+from kvstore.core.key import NAME_BYTES, BlockKey, Namespace, engine_keys
 from kvstore.core.outcome import Outcome
 
 _log = logging.getLogger(__name__)
@@ -152,5 +152,9 @@ class Pages:
 
 
 def _hash(name: str) -> bytes:
-    """SGLang's names are SHA-256 in hex; whatever else comes is hashed."""
-    return bytes.fromhex(name) if _SHA256_HEX.fullmatch(name) else hashlib.sha256(name.encode()).digest()
+    """SGLang's names are SHA-256 in hex; whatever else comes is hashed.
+
+    The first 8 bytes come last, for by these SGLang's own KV events call the page, and by the last of a key ours do.
+    """
+    value = bytes.fromhex(name) if _SHA256_HEX.fullmatch(name) else hashlib.sha256(name.encode()).digest()
+    return value[NAME_BYTES:] + value[:NAME_BYTES]
