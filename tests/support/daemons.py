@@ -45,11 +45,11 @@ class DaemonProcess:
         self.log = folder / "daemon.log"
         self.arguments: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
-        self._shm = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
+        self.shm_dir = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
         chosen: dict[str, object] = {
             "daemon_run_dir": self.run_dir,
             "ram_size": "8MiB",
-            "ram_shm_dir": self._shm,
+            "ram_shm_dir": self.shm_dir,
             "ssd_path": self.ssd_dir,
             "ssd_max_bytes": "64MiB",
             "ssd_segment_bytes": "4MiB",
@@ -122,7 +122,7 @@ class DaemonProcess:
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self.kill()
-        shutil.rmtree(self._shm, ignore_errors=True)
+        shutil.rmtree(self.shm_dir, ignore_errors=True)
 
     # ------------------------------------------------------------ clients
 
