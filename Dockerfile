@@ -1,9 +1,14 @@
-# Two images from one wheel: `sidecar` is the daemon without torch, `engine` adds the reference engine.
+# Three images from one wheel: `sidecar` is the daemon without torch, `vllm` is vLLM's own image with the connector,
+# `engine` the reference engine.
 #
 #   docker build --target sidecar -t kvstore-sidecar .
+#   docker build --target vllm    -t kvstore-vllm .
 #   docker build --target engine  -t kvstore-engine .
 #
-# Both run as the same user id: they share a socket and a memory region that nobody else may open.
+# All run as the same user id: they share a socket and a memory region that nobody else may open.
+
+# For CPUs: vllm/vllm-openai-cpu.
+ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM python:3.12-slim AS base
 ENV PYTHONUNBUFFERED=1 \
@@ -37,6 +42,22 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["kvs
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["kvstore"]
 CMD ["serve"]
+
+FROM ${VLLM_IMAGE} AS vllm
+USER 0
+# What vLLM has already stays as it is; the daemon's other dependencies come along and are not imported.
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    python3 -m pip install --no-cache-dir /wheels/*.whl \
+    && install -d -o 10001 -g 10001 -m 0700 /run/kvstore /run/kvstore-shm /var/cache/vllm
+# Everything that vLLM keeps for the next start goes to the one folder; some libraries ask who the user is.
+ENV HOME=/var/cache/vllm \
+    USER=kvstore
+USER 10001:10001
+EXPOSE 8000
+# Loading a large model takes minutes.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=3 \
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["python3", "-m", "vllm.entrypoints.openai.api_server"]
 
 FROM base AS engine
 # CPU by default. For GPUs build with `--build-arg CONSTRAINTS=/dev/null`.
