@@ -68,6 +68,13 @@ class Tracked:
     plan: str = "prefill"
     why: str = ""
 
+    def begin_again(self, num_preemptions: int) -> None:
+        """vLLM has taken all blocks of the request back, and asks anew."""
+        self.num_preemptions = num_preemptions
+        self.inquiry, self.match, self.num_inquiries = None, None, 0
+        self.may_load = True
+        self.block_ids = []
+
     def hashes(self, per_block: int) -> Sequence[bytes]:
         """vLLM's hash of each full block of known tokens, of which each spans `per_block` of its hashes."""
         hashes = self.request.block_hashes

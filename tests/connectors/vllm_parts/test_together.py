@@ -1,0 +1,330 @@
+"""Both sides of the connector under an engine that checks every block it reads: whatever happens, no wrong KV."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvstore.connectors.vllm_parts.consult import Shard
+from kvstore.connectors.vllm_parts.costs import Costs, blank_profile
+from kvstore.connectors.vllm_parts.scheduler import Scheduler
+from kvstore.connectors.vllm_parts.settings import LoadMode, Settings
+from kvstore.connectors.vllm_parts.stats import Counters
+from kvstore.connectors.vllm_parts.worker import Worker
+from kvstore.core.key import engine_keys
+from tests.support.vllm import (
+    BLOCK_TOKENS,
+    FakeRequest,
+    MemoryDaemon,
+    MemoryPages,
+    hashes_of,
+    kv_of,
+    namespace,
+)
+from tests.support.vllm_engine import FakeEngine
+
+SETTINGS = Settings(Path("/nowhere"), plan="fetch", num_loaders=2)
+
+
+class Rig:
+    """Engines that share a daemon; `start` is another process of vLLM with an empty KV cache."""
+
+    def __init__(self) -> None:
+        self.daemon = MemoryDaemon()
+        self.counters = Counters()
+        self._open: list[Scheduler | Worker] = []
+
+    def start(self, settings: Settings = SETTINGS, num_blocks: int = 64, budget: int = 24, seed: int = 0) -> FakeEngine:
+        space, pages = namespace(), MemoryPages(num_blocks)
+        profile = blank_profile("model", "device", budget, BLOCK_TOKENS, pages.payload_bytes)
+        worker = Worker(settings, space, pages, self.daemon.client, self.counters)
+        scheduler = Scheduler(
+            settings,
+            BLOCK_TOKENS,
+            1,
+            pages.payload_bytes,
+            1,
+            lambda: [Shard(space, self.daemon.client())],
+            Costs(profile, None, lambda: 0.0),
+            self.counters,
+        )
+        self._open += [worker, scheduler]
+        return FakeEngine(scheduler, worker, pages, budget, seed)
+
+    def close(self) -> None:
+        for side in self._open:
+            side.close()
+        assert self.daemon.open_clients == 0
+
+    def counted(self) -> dict[str, int]:
+        report = self.counters.take()
+        return {} if report is None else dict(report["counts"])
+
+    def check(self) -> None:
+        """Every stored block is what its key says."""
+        assert all(bytes(slot[: len(kv)]) == kv for slot, kv in self._expected())
+
+    def _expected(self) -> "list[tuple[bytearray, bytes]]":
+        return [(slot, self.known[key]) for key, slot in self.daemon.slots.items()]
+
+    known: dict[bytes, bytes] = {}  # noqa: RUF012
+
+    def prompts(self, *token_lists: list[int]) -> None:
+        for tokens in token_lists:
+            for block_hash in hashes_of(tokens):
+                key = engine_keys(namespace().root(), [block_hash])[0]
+                self.known[key] = bytes(kv_of(block_hash))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["async", "sync"])
+def settings(request: pytest.FixtureRequest) -> Settings:
+    mode: LoadMode = request.param
+    return replace(SETTINGS, load=mode)
+
+
+def prompt(num_tokens: int, seed: int = 1) -> list[int]:
+    choice = random.Random(seed)
+    return [choice.randrange(97) for _ in range(num_tokens)]
+
+
+def run(engine: FakeEngine, *requests: FakeRequest, max_tokens: int = 4) -> None:
+    for request in requests:
+        engine.add(request, max_tokens)
+    engine.run()
+    engine.worker.close()
+
+
+def test_another_process_loads_every_full_block_and_goes_on_with_the_same_tokens(rig: Rig, settings: Settings) -> None:
+    first, second = rig.start(settings), rig.start(settings)
+    run(first, FakeRequest("a", prompt(50)))
+    second.add(FakeRequest("a", prompt(50)))
+    second.run()
+    second.scheduler.close()
+    assert second.outputs == first.outputs
+    assert second.external_tokens == 48
+    assert rig.daemon.reports[-1].ram == 48
+    assert rig.daemon.reports[-1].recomputed == 2
+
+
+@pytest.mark.parametrize(("load", "expected"), [("async", 48), ("sync", 44)])
+def test_a_prompt_of_full_blocks_leaves_a_step_something_to_compute(rig: Rig, load: LoadMode, expected: int) -> None:
+    settings = replace(SETTINGS, load=load)
+    run(rig.start(settings), FakeRequest("a", prompt(48)))
+    engine = rig.start(settings)
+    engine.add(FakeRequest("a", prompt(48)))
+    engine.run()
+    assert engine.external_tokens == expected
+
+
+def test_blocks_of_the_answer_are_stored_too(rig: Rig) -> None:
+    engine = rig.start()
+    run(engine, FakeRequest("a", prompt(10)), max_tokens=20)
+    # The last token was sampled but not computed.
+    assert len(rig.daemon.slots) == (10 + 20 - 1) // BLOCK_TOKENS
+
+
+def test_what_vllm_itself_has_is_not_loaded(rig: Rig) -> None:
+    run(rig.start(), FakeRequest("a", prompt(50)))
+    engine = rig.start()
+    engine.add(FakeRequest("short", prompt(50)[:21]))
+    engine.run()
+    loaded = engine.external_tokens
+    engine.add(FakeRequest("long", prompt(50)))
+    engine.run()
+    assert loaded == 20
+    assert engine.external_tokens - loaded == 28
+
+
+def test_what_the_daemon_dropped_in_front_of_the_rest_does_not_hide_it(rig: Rig) -> None:
+    run(rig.start(), FakeRequest("a", prompt(50)))
+    engine = rig.start()
+    engine.add(FakeRequest("short", prompt(50)[:21]))
+    engine.run()
+    before = engine.external_tokens
+    head = engine_keys(namespace().root(), hashes_of(prompt(50)))[1]
+    del rig.daemon.slots[head]
+    engine.add(FakeRequest("long", prompt(50)))
+    engine.run()
+    assert engine.external_tokens - before == 28
+    engine.worker.close()
+    assert head in rig.daemon.slots, "it was not offered again"
+
+
+def test_a_damaged_block_is_computed_again(rig: Rig, settings: Settings) -> None:
+    run(rig.start(settings), FakeRequest("a", prompt(50)))
+    key = engine_keys(namespace().root(), hashes_of(prompt(50)))[5]
+    rig.daemon.slots[key][0] ^= 1
+    engine = rig.start(settings)
+    engine.add(FakeRequest("a", prompt(50)))
+    engine.run()
+    assert engine.recomputed >= 28
+    assert rig.counted()["failed_blocks|corrupt"] == 1
+
+
+def test_nothing_is_stored_that_was_computed_over_a_block_that_did_not_come(rig: Rig) -> None:
+    """A load before the step that fails lets the step compute over garbage. vLLM takes the step back, but a store of
+    its blocks would have kept the garbage under a good key, for every engine."""
+    settings = replace(SETTINGS, load="sync")
+    run(rig.start(settings), FakeRequest("a", prompt(50)))
+    key = engine_keys(namespace().root(), hashes_of(prompt(50)))[5]
+    rig.daemon.slots[key][0] ^= 1
+    longer = prompt(50) + prompt(40, seed=2)
+    engine = rig.start(settings)
+    engine.add(FakeRequest("b", longer))
+    engine.run()
+    engine.worker.close()
+    rig.daemon.slots.pop(key)
+    rig.prompts(longer + engine.outputs["b"], prompt(50) + [0] * 0)
+    for stored, slot in rig.daemon.slots.items():
+        if stored in rig.known:
+            assert bytes(slot).startswith(rig.known[stored])
+
+
+def test_where_the_daemon_is_away_everything_is_computed(rig: Rig, settings: Settings) -> None:
+    rig.daemon.is_away = True
+    engine = rig.start(settings)
+    engine.add(FakeRequest("a", prompt(50)))
+    engine.run()
+    assert engine.external_tokens == 0
+    assert rig.counted()["consults|unavailable"] == 1
+
+
+def test_once_the_daemon_is_back_it_is_used_again(rig: Rig) -> None:
+    rig.daemon.is_away = True
+    engine = rig.start()
+    engine.add(FakeRequest("a", prompt(50)))
+    engine.run()
+    rig.daemon.is_away = False
+    engine.add(FakeRequest("b", prompt(50)))
+    engine.run()
+    engine.worker.close()
+    assert len(rig.daemon.slots) >= 12
+
+
+def test_a_session_is_recorded_with_all_its_blocks_and_goes_on(rig: Rig) -> None:
+    engine = rig.start()
+    params = {"session_id": "chat", "hints": {"expect_followup": True, "ttl": 60}}
+    engine.add(FakeRequest("a", prompt(20), params))
+    engine.run()
+    answer = engine.outputs["a"]
+    second = prompt(20) + answer + prompt(9, seed=3)
+    engine.add(FakeRequest("b", second, params))
+    engine.run()
+    engine.scheduler.close()
+    put = rig.daemon.sessions["chat"]
+    assert put.revision == 1
+    assert [len(message.token_ids) for message in put.messages] == [24, 13]
+    assert [token for message in put.messages for token in message.token_ids] == second + engine.outputs["b"]
+    assert put.expect_followup
+    assert put.ttl_s == 60.0
+    assert len(put.keys) // 32 == (len(second) + 4 - 1) // BLOCK_TOKENS
+
+
+def test_another_process_goes_on_with_a_session_at_its_revision(rig: Rig) -> None:
+    params = {"session_id": "chat"}
+    first = rig.start()
+    first.add(FakeRequest("a", prompt(20), params))
+    first.run()
+    first.scheduler.close()
+    second = rig.start()
+    second.add(FakeRequest("b", prompt(20) + first.outputs["a"] + [5], params))
+    second.run()
+    second.scheduler.close()
+    assert rig.daemon.sessions["chat"].revision == 1
+    assert len(rig.daemon.sessions["chat"].messages) == 2
+
+
+def test_a_prompt_that_does_not_go_on_from_the_session_begins_its_messages_anew(rig: Rig) -> None:
+    params = {"session_id": "chat"}
+    engine = rig.start()
+    engine.add(FakeRequest("a", prompt(20), params))
+    engine.run()
+    engine.add(FakeRequest("b", prompt(30, seed=9), params))
+    engine.run()
+    engine.scheduler.close()
+    assert len(rig.daemon.sessions["chat"].messages) == 1
+
+
+def test_hints_without_a_session_go_to_the_prompts_blocks(rig: Rig) -> None:
+    engine = rig.start()
+    engine.add(FakeRequest("a", prompt(20), {"hints": {"end": True}}))
+    engine.run()
+    engine.scheduler.close()
+    assert rig.daemon.hints[0]["end"] is True
+
+
+def test_after_a_reset_nothing_of_before_is_found(rig: Rig) -> None:
+    engine = rig.start()
+    engine.add(FakeRequest("a", prompt(50)))
+    engine.run()
+    engine.scheduler.reset()
+    engine.drop_prefix_cache()
+    engine.add(FakeRequest("b", prompt(50)))
+    engine.run()
+    assert engine.external_tokens == 0
+    engine.drop_prefix_cache()
+    engine.add(FakeRequest("c", prompt(50)))
+    engine.run()
+    assert engine.external_tokens == 48
+
+
+def test_plan_recompute_loads_nothing_and_stores_all_the_same(rig: Rig) -> None:
+    settings = replace(SETTINGS, plan="recompute")
+    run(rig.start(settings), FakeRequest("a", prompt(50)))
+    assert len(rig.daemon.slots) == 13
+    engine = rig.start(settings)
+    engine.add(FakeRequest("a", prompt(50)))
+    engine.run()
+    assert engine.external_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_wrong_kv_is_read_whatever_happens(rig: Rig, seed: int) -> None:
+    """Preemptions, aborts, damaged and vanished blocks, and a daemon that comes and goes, with a KV cache that is too
+    small for the requests: the engine compares every block that it reads."""
+    choice = random.Random(seed)
+    settings = replace(SETTINGS, load="sync" if seed % 2 else "async", hold_s=0.01)
+    stems = [prompt(choice.randrange(8, 60), seed=100 * seed + n) for n in range(4)]
+    for round_ in range(3):
+        engine = rig.start(
+            settings, num_blocks=choice.choice([24, 40, 80]), budget=choice.choice([8, 24, 64]), seed=seed
+        )
+        for number in range(12):
+            tokens = choice.choice(stems)[: choice.randrange(6, 60)] + prompt(
+                choice.randrange(1, 12), seed=choice.randrange(5)
+            )
+            engine.add(FakeRequest(f"{round_}-{number}", tokens), choice.randrange(1, 10))
+            for _ in range(choice.randrange(6)):
+                engine.step()
+                _harm(rig, engine, choice)
+        rig.daemon.is_away = False
+        engine.run()
+        engine.worker.close()
+    assert rig.daemon.slots
+
+
+def _harm(rig: Rig, engine: FakeEngine, choice: random.Random) -> None:
+    match choice.randrange(14):
+        case 0 if engine.queue:
+            engine.abort(choice.choice(engine.queue))
+        case 1:
+            running = [each for each in engine.queue if each.state == "running"]
+            if running:
+                engine.preempt(choice.choice(running))
+        case 2 if rig.daemon.slots:
+            rig.daemon.slots[choice.choice(list(rig.daemon.slots))][choice.randrange(64)] ^= 4
+        case 3 if rig.daemon.slots:
+            rig.daemon.slots.pop(choice.choice(list(rig.daemon.slots)), None)
+        case 4:
+            rig.daemon.is_away = not rig.daemon.is_away
+        case 5:
+            engine.drop_prefix_cache()
