@@ -104,8 +104,9 @@ class StepRun:
         draw = random.Random(self.seed)
         token_s = 10 ** draw.uniform(-5, -2.3)
         step_s, pair_s = token_s * draw.choice([0, 1, 10, 50, 200, 600]), token_s * 10 ** draw.uniform(-5, -3.5)
-        decode_s = token_s * draw.choice([1, 5, 10])
-        return step_s + token_s * work.prefill_tokens + pair_s * work.prefill_work + decode_s * work.num_decodes
+        decode_s, alone_s = token_s * draw.choice([1, 5, 10]), step_s * draw.choice([0.3, 0.6, 1])
+        front_s = step_s if work.prefill_tokens else alone_s
+        return front_s + token_s * work.prefill_tokens + pair_s * work.prefill_work + decode_s * work.num_decodes
 
     def _prefill_s(self, new: int, cached: int) -> float:
         chunks = [(min(_CHUNK, new - at), cached + at) for at in range(0, new, _CHUNK)]

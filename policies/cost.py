@@ -1,8 +1,13 @@
 """What prefilling and what loading will cost, in seconds, learned from the engine's own steps and fetches.
 
     step(n tokens after p cached, d decodes) = c0 + a·n + b·(n·p + n²/2) + e·d
+    step(d decodes alone)                    = d0 + e·d
     prefill(n | p)                           = c0·chunks + a·n + b·(n·p + n²/2)
     load(tier, bytes)                        = queue + latency + bytes / bandwidth
+
+Decodes alone take another way through most engines (matrix times vector, recorded graphs), with less in front: one on
+two cores took 45 ms and a step of 15 new tokens 95. Under one constant for both, the small steps at which an interval
+plan ends were taken for a quarter too cheap, and long contexts for as much too dear.
 
 How the coefficients are found is in `fit.py`, how they follow a machine that changes in `learner.py`, and when a tier's
 are too old in `tier_load.py`. Every answer has a `Confidence` and a spread. Not thread-safe: the step loop owns it.
@@ -33,8 +38,8 @@ _SAVED_DOUBT: Final = 0.5
 # Steps that the size of what an earlier run saved counts as: the machine may be another one today.
 _SAVED_ANCHOR: Final = 1.5
 
-# c0, a, b, e of a 0.1-billion-parameter model on two CPU cores; it only decides until the first measurements.
-_STEP_GUESS: Final = (5e-2, 3e-3, 2e-7, 2e-2)
+# c0, a, b, e, d0 of a 0.1-billion-parameter model on two CPU cores; it only decides until the first measurements.
+_STEP_GUESS: Final = (5e-2, 3e-3, 2e-7, 2e-2, 3e-2)
 # Latency in s, s per byte; SSD and S3 as measured on the reference machine, see benchmarks.
 _LOAD_GUESS: Final[Mapping[TierKind, tuple[float, float]]] = {
     TierKind.HBM: (1e-5, 1 / 50e9),
@@ -46,6 +51,10 @@ _LOAD_GUESS: Final[Mapping[TierKind, tuple[float, float]]] = {
 _LEAST_SHARE: Final = 0.05
 
 
+# c0, a, b, e, d0.
+StepCoefficients = tuple[float, float, float, float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """What one step of the engine computed: `prefill_work` is the sum of n·p + n²/2 over its prefill slices."""
@@ -53,6 +62,12 @@ class StepWork:
     prefill_tokens: int
     prefill_work: float
     num_decodes: int
+
+    @property
+    def terms(self) -> StepCoefficients:
+        """What each coefficient of a step is multiplied by."""
+        has_prefill = self.prefill_tokens > 0
+        return float(has_prefill), self.prefill_tokens, self.prefill_work, self.num_decodes, float(not has_prefill)
 
     @classmethod
     def of(cls, prefills: Iterable[tuple[int, int]], num_decodes: int) -> "StepWork":
@@ -109,12 +124,12 @@ class LoadCost:
 
 @dataclass(frozen=True, slots=True)
 class SavedCosts:
-    """What a run of the engine has learned: c0, a, b, e of its steps, and latency and s per byte of each tier.
+    """What a run of the engine has learned: c0, a, b, e, d0 of its steps, and latency and s per byte of each tier.
 
     None, or a tier that is missing: it was not measured.
     """
 
-    step: tuple[float, float, float, float] | None = None
+    step: StepCoefficients | None = None
     loads: Mapping[TierKind, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -139,8 +154,7 @@ class CostModel:
     def observe_step(self, work: StepWork, seconds: float) -> None:
         if not 0 < seconds < math.inf or (work.prefill_tokens == 0 and work.num_decodes == 0):
             return
-        row = (1.0, work.prefill_tokens, work.prefill_work, work.num_decodes)
-        self._steps.observe(row, seconds, seconds, self._clock(), kind=0 if work.prefill_tokens else 1)
+        self._steps.observe(work.terms, seconds, seconds, self._clock(), kind=0 if work.prefill_tokens else 1)
 
     def observe_load(self, tier: TierKind, num_bytes: int, seconds: float, least_s: float | None = None) -> None:
         """One completed load: `num_bytes` from `tier` were in HBM `seconds` after they were asked for.
@@ -180,13 +194,13 @@ class CostModel:
         return self.prefill_cost().predict(new_tokens, cached_tokens)
 
     def prefill_cost(self) -> PrefillCost:
-        per_step_s, per_token_s, per_pair_s, _ = self.step_coefficients()
+        per_step_s, per_token_s, per_pair_s, *_ = self.step_coefficients()
         return PrefillCost(self._chunk_tokens, per_step_s, per_token_s, per_pair_s)
 
     def prefill_spread(self, new_tokens: int, cached_tokens: int) -> float:
         """Return the relative standard error of `prefill`: large where nothing like it was measured."""
         chunks = math.ceil(new_tokens / self._chunk_tokens)
-        return self._steps.fitted().spread((chunks, new_tokens, attention_work(new_tokens, cached_tokens), 0.0))
+        return self._steps.fitted().spread((chunks, new_tokens, attention_work(new_tokens, cached_tokens), 0.0, 0.0))
 
     def load(self, num_bytes: Mapping[TierKind, int]) -> float:
         """Seconds to load so many bytes from each tier; the tiers work side by side, so the slowest one decides."""
@@ -201,10 +215,14 @@ class CostModel:
         """Return the relative standard error of a load's seconds, without the queue."""
         return self._loads[tier].fitted().spread((1.0, num_bytes))
 
-    def step_coefficients(self) -> tuple[float, float, float, float]:
-        """Return c0, a, b, e."""
-        per_step_s, per_token_s, per_pair_s, per_decode_s = self._steps.fitted().coefficients
-        return per_step_s, per_token_s, per_pair_s, per_decode_s
+    def step_coefficients(self) -> StepCoefficients:
+        """Return c0, a, b, e, d0."""
+        c0, a, b, e, d0 = self._steps.fitted().coefficients
+        return c0, a, b, e, d0
+
+    def step(self, work: StepWork) -> float:
+        """Seconds of one step."""
+        return sum(term * value for term, value in zip(work.terms, self.step_coefficients(), strict=True))
 
     def load_coefficients(self, tier: TierKind) -> tuple[float, float]:
         """Return latency in seconds, and seconds per byte."""

@@ -173,7 +173,7 @@ def _definite(gram: Floats, pull: Floats) -> Floats:
 def _non_negative(gram: Floats, moment: Floats) -> Floats:
     """Minimise x·gram·x - 2·x·moment over x ≥ 0; `gram` is positive definite.
 
-    At most 4 coefficients, so that all sets of those that may be above zero can be tried at once: exact, unlike
+    At most 5 coefficients, so that all sets of those that may be above zero can be tried at once: exact, unlike
     clipping the free solution.
     """
     free = np.asarray(np.linalg.solve(gram, moment), np.float64)

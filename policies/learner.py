@@ -24,7 +24,7 @@ _LEAST, _MOST, _AT, _NUMBER = range(-4, 0)
 
 
 class Learner:
-    """One linear cost over rows of at most 4 terms. `windows` are how many of the newest are kept, by kind: what is
+    """One linear cost over rows of at most 5 terms. `windows` are how many of the newest are kept, by kind: what is
     frequent must not push out what is rare. `may_be_far`: see `Prior`; of what was learned. Not thread-safe."""
 
     def __init__(self, prior: Prior, windows: Sequence[int], *, may_be_far: bool) -> None:

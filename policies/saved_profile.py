@@ -21,11 +21,11 @@ import msgspec
 
 from kvstore.core.errors import ConfigError
 from kvstore.core.outcome import TierKind
-from policies.cost import PrefillCost, SavedCosts
+from policies.cost import PrefillCost, SavedCosts, StepCoefficients
 
 _log = logging.getLogger(__name__)
 
-_FORMAT: Final = "kvstore-costs-1"
+_FORMAT: Final = "kvstore-costs-2"
 _MAX_FILES: Final = 64
 _MAX_BYTES: Final = 64 * 1024
 _SUFFIX: Final = ".json"
@@ -39,7 +39,7 @@ _MAX_COEFFICIENT: Final = 1e6
 
 
 class SavedProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`device` names GPU or CPU, and the dtype computed in. `step` is c0, a, b, e; `loads` has latency in s and s per
+    """`device` names GPU or CPU, and the dtype computed in. `step` is c0, a, b, e, d0; `loads` has latency in s and s per
     byte, by tier ("ram", "ssd", "s3"). `block_bytes` are as stored, of `block_tokens` tokens; `saved_at` is Unix
     time."""
 
@@ -51,7 +51,7 @@ class SavedProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_bytes: int
     saved_at: float
     source: str = "engine"
-    step: tuple[float, float, float, float] | None = None
+    step: StepCoefficients | None = None
     loads: Mapping[str, tuple[float, float]] = {}
     format: str = _FORMAT
 

@@ -255,11 +255,10 @@ def _show(
     even: dict[str, int | None],
 ) -> None:
     """Print what was measured beside what the model makes of it, and how far that may be off."""
-    per_step, per_token, per_pair, per_decode = costs.step_coefficients()
     rows = []
     for (new, cached, decodes), seconds in _grouped((s.new, s.cached, s.decodes, s.seconds) for s in steps):
         work = StepWork.of([(new, cached)] if new else [], decodes)
-        model_s = per_step + per_token * work.prefill_tokens + per_pair * work.prefill_work + per_decode * decodes
+        model_s = costs.step(work)
         spread = f"{100 * costs.prefill_spread(new, cached):.0f}%" if new else ""
         rows.append([str(new), str(cached), str(decodes), f"{seconds:.4f}", f"{model_s:.4f}", spread])
     typer.echo(f"{profile.model} on {profile.device}, {profile.host}")

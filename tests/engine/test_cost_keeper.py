@@ -16,7 +16,7 @@ from policies.cost import SavedCosts
 from policies.saved_profile import load, read, saved_in
 from tests.engine.serving import OPTIONS, serving
 
-COSTS = SavedCosts((0.05, 3e-3, 2e-7, 0.02), {TierKind.S3: (0.05, 5e-9)})
+COSTS = SavedCosts((0.05, 3e-3, 2e-7, 0.02, 0.03), {TierKind.S3: (0.05, 5e-9)})
 BLANK = blank_profile("model", "cpu, float32", 256, 16, 737_280, host="here")
 
 

@@ -20,11 +20,12 @@ class Clock:
         return self.now
 
 
-C0, A, B, E = 0.09, 2.5e-3, 4e-7, 0.012
+C0, A, B, E, D0 = 0.09, 2.5e-3, 4e-7, 0.012, 0.03
 
 
 def seconds_of(work: StepWork) -> float:
-    return C0 + A * work.prefill_tokens + B * work.prefill_work + E * work.num_decodes
+    front_s = C0 if work.prefill_tokens else D0
+    return front_s + A * work.prefill_tokens + B * work.prefill_work + E * work.num_decodes
 
 
 def taught(noise: float = 0.0, outliers: int = 0) -> CostModel:
@@ -52,10 +53,26 @@ def test_nothing_is_known_before_the_first_measurement() -> None:
     assert costs.load({TierKind.S3: 1 << 20}) > costs.load({TierKind.RAM: 1 << 20}) > 0
 
 
+def test_decodes_that_are_quick_alone_do_not_make_short_prefills_look_cheap() -> None:
+    """They once shared a constant: a step of 15 tokens that took 95 ms was expected to take 70, and one of 256 after
+    768 twice what it took, since its context had to pay for the difference."""
+    draw, costs = random.Random(3), CostModel(256, Clock())
+    truth = (0.075, 1.4e-3, 3e-7, 0.0, 0.045)
+    for step in range(120):
+        prefill = [(draw.choice([15, 112, 143, 256]), draw.choice([128, 256, 512]))]
+        work = StepWork.of(prefill, 0) if step % 2 else StepWork.of([], 1)
+        seconds = sum(term * value for term, value in zip(work.terms, truth, strict=True))
+        costs.observe_step(work, seconds * draw.uniform(0.95, 1.05))
+    short, long = StepWork.of([(15, 512)], 0), StepWork.of([(256, 768)], 0)
+    for work in (short, long):
+        seconds = sum(term * value for term, value in zip(work.terms, truth, strict=True))
+        assert costs.step(work) == pytest.approx(seconds, rel=0.1)
+
+
 def test_exact_steps_give_the_exact_cost() -> None:
     costs = taught()
     assert costs.prefill_known
-    assert costs.step_coefficients() == pytest.approx((C0, A, B, E), rel=0.03)
+    assert costs.step_coefficients() == pytest.approx((C0, A, B, E, D0), rel=0.03)
     want = 4 * C0 + A * 1000 + B * (1000 * 500 + 1000**2 / 2)
     assert costs.prefill(1000, 500) == pytest.approx(want, rel=0.02)
     assert costs.prefill(0, 500) == 0.0
@@ -170,12 +187,12 @@ def test_the_spread_tells_how_far_a_prediction_is_from_what_was_measured() -> No
 
 def test_a_saved_profile_is_believed_at_once_and_overridden_by_a_few_measurements() -> None:
     clock = Clock()
-    saved = SavedCosts((C0, A, B, E), {TierKind.S3: (0.05, 1e-8)})
+    saved = SavedCosts((C0, A, B, E, D0), {TierKind.S3: (0.05, 1e-8)})
     costs = CostModel(256, clock, saved)
     assert costs.prefill_confidence is costs.load_confidence(TierKind.S3) is Confidence.SAVED
     assert costs.prefill_known and costs.load_known(TierKind.S3)
     assert costs.load_confidence(TierKind.SSD) is Confidence.GUESSED
-    assert costs.step_coefficients() == pytest.approx((C0, A, B, E))
+    assert costs.step_coefficients() == pytest.approx((C0, A, B, E, D0))
     assert costs.load({TierKind.S3: 1 << 20}) == pytest.approx(0.05 + 1e-8 * (1 << 20))
     assert costs.worth_saving() == saved
     for _ in range(10):

@@ -12,7 +12,7 @@ from kvstore.core.outcome import TierKind
 from policies.cost import PrefillCost, SavedCosts
 from policies.saved_profile import SavedProfile, default_folder, load, read, save, saved_in
 
-COSTS = SavedCosts((0.05, 3e-3, 2e-7, 0.02), {TierKind.RAM: (1e-3, 5e-10), TierKind.S3: (0.05, 5e-9)})
+COSTS = SavedCosts((0.05, 3e-3, 2e-7, 0.02, 0.03), {TierKind.RAM: (1e-3, 5e-10), TierKind.S3: (0.05, 5e-9)})
 BLANK = SavedProfile("org/Model-1B", "GPU 9, bfloat16", "host-a", 256, 16, 737_280, 0.0)
 PROFILE = BLANK.with_costs(COSTS, 1000.0, "engine")
 
@@ -42,9 +42,9 @@ def test_another_model_device_or_host_has_a_file_of_its_own(tmp_path: Path, fiel
         b"[1, 2]",
         b'{"model": "m"}',
         msgspec.json.encode(msgspec.structs.replace(PROFILE, format="kvstore-costs-9")),
-        msgspec.json.encode(msgspec.structs.replace(PROFILE, step=(-1.0, 1.0, 1.0, 1.0))),
-        msgspec.json.encode(msgspec.structs.replace(PROFILE, step=(0.0, 0.0, 0.0, 1.0))),
-        msgspec.json.encode(msgspec.structs.replace(PROFILE, step=(1e300, 1.0, 1.0, 1.0))),
+        msgspec.json.encode(msgspec.structs.replace(PROFILE, step=(-1.0, 1.0, 1.0, 1.0, 1.0))),
+        msgspec.json.encode(msgspec.structs.replace(PROFILE, step=(0.0, 0.0, 0.0, 1.0, 1.0))),
+        msgspec.json.encode(msgspec.structs.replace(PROFILE, step=(1e300, 1.0, 1.0, 1.0, 1.0))),
         msgspec.json.encode(msgspec.structs.replace(PROFILE, loads={"s3": (0.0, 0.0)})),
         msgspec.json.encode(msgspec.structs.replace(PROFILE, chunk_tokens=0)),
         msgspec.json.encode(msgspec.structs.replace(PROFILE, host="host-b")),
