@@ -1,8 +1,10 @@
 """All loads that are under way: what they teach about the tiers, what stands in front of the next one, how each ends.
 
 Loads of several requests share a tier, so what one of them sees is not what the tier can do. A tier is busy from when
-the first block is asked of it until nothing more is to come; the whole of such a time is one observation. What is taken
-back while it is read comes all the same, and stands in front of the next load.
+the first block is asked of it until nothing more is to come; the whole of such a time is one observation. Where all was
+taken back before anything came, that is one, too, as long as the tier is not known: so long at least it takes. Else an
+engine that computes faster than its first load lands would never learn how slow the tier is, and wait for it each time.
+What is taken back while it is read comes all the same, and stands in front of the next load.
 
 Not thread-safe: the step loop owns it.
 """
@@ -28,6 +30,7 @@ class _Busy:
 
     job: FetchJob
     queue_s: float
+    asked_blocks: int = 0
     landed_blocks: int = 0
     last_at_s: float = 0.0
 
@@ -59,7 +62,8 @@ class Loads:
     def begin(self, request_id: str, load: Load) -> None:
         self._loads[request_id] = load
         for tier in load.tiers:
-            self._busy.setdefault(tier, _Busy(load.job, self._leftover_s(tier)))
+            busy = self._busy.setdefault(tier, _Busy(load.job, self._leftover_s(tier)))
+            busy.asked_blocks += load.num_coming(tier)
 
     def take_in(self, load: Load) -> None:
         """Note what has landed since the last call."""
@@ -119,10 +123,15 @@ class Loads:
         if any(load.num_coming(tier) for load in self._loads.values()):
             return
         busy = self._busy.pop(tier, None)
-        if busy is not None and busy.landed_blocks and busy.job.began_s is not None:
+        if busy is None or busy.job.began_s is None:
+            return
+        if busy.landed_blocks:
             num_bytes = busy.landed_blocks * self._block_bytes
             seconds = busy.last_at_s - busy.job.began_s
             self._costs.observe_load(tier, num_bytes, seconds, least_s=seconds - busy.queue_s)
+        elif not self._costs.load_known(tier):
+            waited_s = self._clock() - busy.job.began_s - busy.queue_s
+            self._costs.observe_unfinished(tier, busy.asked_blocks * self._block_bytes, waited_s)
 
     def _leave(self, load: Load, tier: TierKind, now: float) -> None:
         """Remember what the tier is still reading of a load that has ended."""

@@ -166,6 +166,11 @@ class CostModel:
             least_s = seconds if least_s is None else min(max(least_s, _LEAST_SHARE * seconds), seconds)
             self._loads[tier].observe(num_bytes, least_s, seconds)
 
+    def observe_unfinished(self, tier: TierKind, num_bytes: int, seconds: float) -> None:
+        """Of a load of `num_bytes` nothing was in HBM after `seconds`, when it was given up: it takes longer."""
+        if 0 < seconds < math.inf and num_bytes > 0:
+            self._loads[tier].observe_unfinished(num_bytes, seconds)
+
     def observe_silence(self, tier: TierKind, seconds: float) -> None:
         """A load was given up after so many seconds without a block; the tier is expected to stay silent as long."""
         self._loads[tier].observe_silence(seconds)

@@ -39,8 +39,8 @@ _MAX_COEFFICIENT: Final = 1e6
 
 
 class SavedProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`device` names GPU or CPU, and the dtype computed in. `step` is c0, a, b, e, d0; `loads` has latency in s and s per
-    byte, by tier ("ram", "ssd", "s3"). `block_bytes` are as stored, of `block_tokens` tokens; `saved_at` is Unix
+    """`device` names GPU or CPU, and the dtype computed in. `step` is c0, a, b, e, d0; `loads` has latency in s and s
+    per byte, by tier ("ram", "ssd", "s3"). `block_bytes` are as stored, of `block_tokens` tokens; `saved_at` is Unix
     time."""
 
     model: str

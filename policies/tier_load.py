@@ -25,6 +25,8 @@ _STALE_DOUBT: Final = 1.0
 # Loads that a saved prior's size counts as.
 _SAVED_ANCHOR: Final = 1.5
 _MAX_SILENCE_S: Final = 60.0
+# A load that was given up is taken to need up to so many times as long.
+_UNFINISHED: Final = 2.0
 
 
 class TierLoad:
@@ -51,6 +53,13 @@ class TierLoad:
         self._refresh()
         self._learner.observe((1.0, num_bytes), least_s, most_s, self._clock())
         self._silence_s = self._silent_until_s = 0.0
+
+    def observe_unfinished(self, num_bytes: int, seconds: float) -> None:
+        """The load takes longer than that. Where that was expected beforehand, it says nothing."""
+        latency_s, per_byte_s = self.fitted().coefficients
+        expected_s = latency_s + per_byte_s * num_bytes
+        if expected_s < seconds or (self._learner.count() and expected_s < _UNFINISHED * seconds):
+            self._learner.observe((1.0, num_bytes), seconds, _UNFINISHED * seconds, self._clock())
 
     def observe_silence(self, seconds: float) -> None:
         self._silence_s = min(_MAX_SILENCE_S, max(seconds, 2 * self._silence_s))

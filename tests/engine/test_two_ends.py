@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.jobs import FetchJob, Fill
 from engine.request import Cached, PlanMode, Request, RequestState
 from kvstore.core.outcome import Outcome, TierKind
-from policies.cost import CostModel, LoadCost, PrefillCost
+from policies.cost import CostModel, LoadCost, PrefillCost, StepWork
 from policies.price import GpuPrice
 from tests.engine.fakes import continuation
 from tests.engine.rig import Answer, Rig
@@ -189,6 +189,24 @@ def test_a_load_that_never_says_a_word_costs_at_most_a_fifth() -> None:
                     rig.now = max(rig.now + 0.001, rig.scheduler.next_deadline_s() or 0.0)
             assert rig.now - request.arrival_s <= 1.2 * recompute_s
             finished(rig, request, answer)
+
+
+def test_a_tier_whose_loads_are_always_overtaken_is_known_for_slow_after_two() -> None:
+    """Over 12 MB/s nothing of 128 tokens ever landed before they were computed; so nothing was learned, and each
+    request waited for the load as if it were the first."""
+    rig = Rig(30)
+    for _ in range(3):
+        rig.costs.observe_step(StepWork.of([(16, 0)], 0), 1.6)
+    for _ in range(2):
+        assert not rig.costs.load_known(S3)
+        request, answer, job = begun(rig, *[S3] * NUM_BLOCKS)
+        assert job.claim(rig.now)
+        finished(rig, request, answer)
+        rig.pool.drop()
+    assert rig.costs.load({S3: NUM_BLOCKS * 32}) > 1
+    request, answer = rig.submit(PROMPT, 3, cached=cached(*[S3] * NUM_BLOCKS))
+    finished(rig, request, answer)
+    assert not rig.movers.fetches, "computing it is known to be faster"
 
 
 def test_the_head_in_ram_is_loaded_then_the_middle_computed_while_the_tail_comes() -> None:

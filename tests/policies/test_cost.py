@@ -228,6 +228,28 @@ def test_a_silent_tier_is_left_alone_for_as_long_and_longer_the_next_time() -> N
     assert costs.load({TierKind.S3: 1 << 20}) == pytest.approx(0.1, rel=0.05), "silence is no measurement"
 
 
+def test_loads_that_are_always_given_up_make_a_slow_tier_known() -> None:
+    costs = CostModel(256, Clock())
+    assert costs.load({TierKind.S3: 6 << 20}) < 0.2, "the guess"
+    for _ in range(2):
+        assert not costs.load_known(TierKind.S3)
+        costs.observe_unfinished(TierKind.S3, 6 << 20, 0.5)
+    assert costs.load_known(TierKind.S3)
+    assert 0.5 <= costs.load({TierKind.S3: 6 << 20}) <= 1.0
+    for _ in range(3):
+        costs.observe_load(TierKind.S3, 6 << 20, 0.55)
+    assert costs.load({TierKind.S3: 6 << 20}) == pytest.approx(0.55, rel=0.1)
+
+
+def test_a_load_that_is_given_up_before_its_time_says_nothing() -> None:
+    costs = CostModel(256, Clock())
+    expected_s = costs.load({TierKind.S3: 6 << 20})
+    for _ in range(5):
+        costs.observe_unfinished(TierKind.S3, 6 << 20, 0.9 * expected_s)
+    assert costs.load({TierKind.S3: 6 << 20}) == expected_s
+    assert not costs.load_known(TierKind.S3)
+
+
 def test_loads_that_others_may_have_held_up_move_nothing_within_their_bounds() -> None:
     """A fetch from several tiers: what the copies of one took may or may not have delayed the other."""
     draw = random.Random(5)
