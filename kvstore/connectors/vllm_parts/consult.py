@@ -8,8 +8,8 @@ the deadline has passed. With several ranks a block counts as cached where every
 """
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -81,11 +81,14 @@ class Consult:
         self._counters = counters
         self._clock = clock
         self.gate = Gate("scheduler", clock)
-        # None ends the thread.
-        self._asked: queue.SimpleQueue[Inquiry | None] = queue.SimpleQueue()
-        self._told: queue.SimpleQueue[Callable[[Sequence[Shard]], None]] = queue.SimpleQueue()
-        self._answered = threading.Condition()
+        # One lock over all that follows but the thread.
+        lock = threading.Lock()
+        self._wanted = threading.Condition(lock)
+        self._answered = threading.Condition(lock)
+        self._asked: deque[Inquiry] = deque()
+        self._told: deque[Callable[[Sequence[Shard]], None]] = deque()
         self._num_open = 0
+        self._is_ending = False
         self._thread: threading.Thread | None = None
         counters.level("attached", "scheduler", lambda: self.gate.is_attached)
 
@@ -96,18 +99,20 @@ class Consult:
             inquiry.answer = Answer(why="busy")
             return
         self._start()
-        with self._answered:
+        with self._wanted:
             self._num_open += 1
-        self._asked.put(inquiry)
+            self._asked.append(inquiry)
+            self._wanted.notify()
 
     def tell(self, work: Callable[[Sequence[Shard]], None]) -> None:
         """Have `work` done on the thread, when nobody asks anything."""
-        if self._told.qsize() >= _MAX_TOLD:
+        if len(self._told) >= _MAX_TOLD:
             self._counters.add("faults", "told_too_much")
             return
         self._start()
-        self._told.put(work)
-        self._asked.put(_WAKE)
+        with self._wanted:
+            self._told.append(work)
+            self._wanted.notify()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for an answer, if one is to come: for steps that have nothing else to do."""
@@ -117,41 +122,44 @@ class Consult:
 
     def close(self, timeout_s: float) -> None:
         """Finish what was asked and told, in time, and end. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._asked.put(None)
-            thread.join(timeout_s)
+        with self._wanted:
+            self._is_ending = True
+            self._wanted.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     # ------------------------------------------------------------ the thread
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None and not self._is_ending:
             self._thread = threading.Thread(target=self._run, name="kvstore-consult", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
         try:
             self._shards = self._make_shards()
-            while (inquiry := self._next()) is not None:
-                if inquiry is not _WAKE:
-                    self._do(inquiry)
-                elif self._asked.empty():
-                    self._tell_one()
+            while (work := self._next()) is not None:
+                if isinstance(work, Inquiry):
+                    self._do(work)
                 else:
-                    # Those who ask wait, those who tell do not.
-                    self._asked.put(_WAKE)
-            while not self._told.empty():
-                self._tell_one()
+                    self._tell(work)
         finally:
             for shard in self._shards:
                 shard.client.close()
 
-    def _next(self) -> Inquiry | None:
+    def _next(self) -> "Inquiry | Callable[[Sequence[Shard]], None] | None":
+        """Return what to do next; None at the end. Those who ask wait, those who tell do not."""
         while True:
-            try:
-                return self._asked.get(timeout=_IDLE_S)
-            except queue.Empty:
-                self._scout()
+            with self._wanted:
+                if not (self._asked or self._told or self._is_ending):
+                    self._wanted.wait(_IDLE_S)
+                if self._asked:
+                    return self._asked.popleft()
+                if self._told:
+                    return self._told.popleft()
+                if self._is_ending:
+                    return None
+            self._scout()
 
     def _scout(self) -> None:
         """Attach, again where the daemon was restarted, before somebody asks."""
@@ -182,8 +190,8 @@ class Consult:
             self._counters.add("faults", "lookup")
         finally:
             self._counters.took("consult", self._clock() - inquiry.asked_s)
-            inquiry.answer = answer
             with self._answered:
+                inquiry.answer = answer
                 self._num_open -= 1
                 self._answered.notify_all()
 
@@ -206,8 +214,7 @@ class Consult:
         self.gate.passed()
         return Answer(inquiry.first, tuple(tiers or ()), why, asked=True)
 
-    def _tell_one(self) -> None:
-        work = self._told.get()
+    def _tell(self, work: Callable[[Sequence[Shard]], None]) -> None:
         if not self.gate.is_open:
             return
         try:
@@ -217,6 +224,3 @@ class Consult:
         except Exception:
             _log.exception("kvstore: telling of a request that has ended failed")
             self._counters.add("faults", "tell")
-
-
-_WAKE = Inquiry("", 0, (), 0.0, 0.0)

@@ -1,0 +1,137 @@
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvstore.connectors.vllm_parts.consult import Answer, Consult, Inquiry, Shard
+from kvstore.connectors.vllm_parts.stats import Counters
+from kvstore.core.key import BlockKey, engine_keys
+from kvstore.core.outcome import TierKind
+from tests.support.vllm import Clock, MemoryDaemon, hashes_of, namespace
+
+HASHES = hashes_of(range(40))
+
+
+class Rig:
+    def __init__(self, ranks: int = 1) -> None:
+        self.clock = Clock()
+        self.daemons = [MemoryDaemon() for _ in range(ranks)]
+        self.spaces = [namespace(rank, ranks) for rank in range(ranks)]
+        self.greeted: list[str] = []
+        self.consult = Consult(self._shards, self._greet, Counters(), self.clock)
+
+    def _shards(self) -> list[Shard]:
+        return [Shard(space, daemon.client()) for space, daemon in zip(self.spaces, self.daemons, strict=True)]
+
+    def _greet(self, shards: Sequence[Shard], session_id: str, deadline_s: float) -> None:
+        self.greeted.append(session_id)
+
+    def have(self, rank: int, count: int, tier: TierKind = TierKind.RAM) -> None:
+        keys: list[BlockKey] = engine_keys(self.spaces[rank].root(), HASHES[:count])
+        self.daemons[rank].slots.update({key: bytearray() for key in keys})
+        self.daemons[rank].tier = tier
+
+    def ask(self, first: int = 0, session_id: str = "") -> Answer:
+        inquiry = Inquiry("r", first, HASHES[first:], self.clock.now, self.clock.now + 1.0, session_id)
+        self.consult.ask(inquiry)
+        return self.wait(inquiry)
+
+    def wait(self, inquiry: Inquiry) -> Answer:
+        for _ in range(5000):
+            if inquiry.answer is not None:
+                return inquiry.answer
+            self.consult.wait(0.01)
+        raise AssertionError("no answer came")
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def start(ranks: int = 1) -> Rig:
+        made.append(Rig(ranks))
+        return made[-1]
+
+    yield start
+    for rig in made:
+        rig.consult.close(5.0)
+        assert all(daemon.open_clients == 0 for daemon in rig.daemons)
+
+
+def test_leading_blocks_are_found_with_their_tiers(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.have(0, 4, TierKind.SSD)
+    assert rig.ask() == Answer(0, (TierKind.SSD,) * 4, "never_stored", asked=True)
+    assert rig.ask(first=3) == Answer(3, (TierKind.SSD,), "never_stored", asked=True)
+
+
+def test_a_block_counts_where_every_rank_has_it_and_as_far_away_as_the_farthest(make: Callable[..., Rig]) -> None:
+    rig = make(3)
+    rig.have(0, 6)
+    rig.have(1, 4, TierKind.S3)
+    rig.have(2, 9)
+    assert rig.ask().tiers == (TierKind.S3,) * 4
+
+
+def test_a_rank_that_has_nothing_makes_a_miss(make: Callable[..., Rig]) -> None:
+    rig = make(2)
+    rig.have(0, 6)
+    assert rig.ask().tiers == ()
+
+
+def test_a_daemon_that_is_away_is_an_answer_too(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.daemons[0].is_away = True
+    assert rig.ask() == Answer(why="unavailable")
+    assert not rig.consult.gate.is_attached
+    rig.daemons[0].is_away = False
+    assert rig.ask().asked
+    assert rig.consult.gate.is_attached
+
+
+def test_a_question_whose_time_is_over_is_not_asked(make: Callable[..., Rig]) -> None:
+    rig = make()
+    inquiry = Inquiry("r", 0, HASHES, rig.clock.now, rig.clock.now - 1.0)
+    rig.consult.ask(inquiry)
+    assert rig.wait(inquiry) == Answer(why="timed_out")
+    assert rig.daemons[0].lookups == 0
+
+
+def test_who_asks_for_a_session_is_greeted_first(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.ask(session_id="chat")
+    rig.ask()
+    assert rig.greeted == ["chat"]
+
+
+def test_everything_that_is_told_at_once_is_done_though_nobody_asks(make: Callable[..., Rig]) -> None:
+    """With two things to tell the thread put each behind the other for ever, and took a whole core."""
+    rig = make()
+    done = threading.Semaphore(0)
+    for _ in range(20):
+        rig.consult.tell(lambda shards: done.release())
+    assert all(done.acquire(timeout=10) for _ in range(20))
+
+
+def test_what_is_told_before_the_end_is_done_and_a_fault_ends_nothing(make: Callable[..., Rig]) -> None:
+    rig = make()
+    done: list[int] = []
+    rig.consult.tell(lambda shards: done.append(1 // 0))
+    rig.consult.tell(lambda shards: done.append(2))
+    rig.consult.close(5.0)
+    assert done == [2]
+
+
+def test_more_questions_than_may_wait_are_answered_busy(make: Callable[..., Rig]) -> None:
+    rig = make()
+    go_on = threading.Event()
+    rig.consult.tell(lambda shards: hold_until(go_on))
+    inquiries = [Inquiry("r", 0, (), 0.0, rig.clock.now + 1) for _ in range(1030)]
+    for inquiry in inquiries:
+        rig.consult.ask(inquiry)
+    assert [each.answer for each in inquiries[1024:]] == [Answer(why="busy")] * 6
+    go_on.set()
+
+
+def hold_until(go_on: threading.Event) -> None:
+    assert go_on.wait(30)
