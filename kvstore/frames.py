@@ -1,6 +1,6 @@
 """Cuts what comes over a stream socket into messages of the control protocol; both ends use it.
 
-Does not cover: sockets, what messages mean (wire.py).
+Does not cover: sockets, what messages mean (`kvstore/messages/`).
 """
 
 from typing import Final
