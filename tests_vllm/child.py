@@ -25,6 +25,10 @@ class Served:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
+        if "kv_events_config" in arguments:
+            from vllm.config import KVEventsConfig
+
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._next = 0

@@ -61,9 +61,11 @@ class Engine:
         max_num_seqs: int = 64,
         tp_size: int = 1,
         transfer: dict[str, Any] | None = None,
+        events: dict[str, Any] | None = None,
         with_tree: bool = False,
     ) -> None:
-        """`chunk_tokens`: the most tokens of one step, so that longer prompts are prefilled in pieces."""
+        """`chunk_tokens`: the most tokens of one step, so that longer prompts are prefilled in pieces. `transfer` and
+        `events` are vLLM's `kv_transfer_config` and `kv_events_config`."""
         arguments: dict[str, Any] = {
             "model": str(model),
             "dtype": dtype,
@@ -80,6 +82,8 @@ class Engine:
         }
         if transfer is not None:
             arguments["kv_transfer_config"] = transfer
+        if events is not None:
+            arguments["kv_events_config"] = events
         self.log = log
         self._seconds_to_start: float | None = None
         variables = environment.variables(with_tree=with_tree) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -42,6 +42,8 @@ class MemoryDaemon:
     is_away: bool = False
     is_silent: bool = False
     busy_times: int = 0
+    told_tokens: bytes = b""
+    wants_tokens: bool = False
     sessions: dict[str, wire.SessionPut] = field(default_factory=dict)
     hints: list[dict[str, Any]] = field(default_factory=list)
     reports: list[wire.Report] = field(default_factory=list)
@@ -78,8 +80,13 @@ class MemoryClient:
             "" if count == len(keys) else "never_stored",
         )
 
-    def store(self, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> StoreGrant:
+    @property
+    def wants_tokens(self) -> bool:
+        return self.daemon.wants_tokens
+
+    def store(self, keys: Sequence[BlockKey], parent: BlockKey, depth: int, tokens: bytes = b"") -> StoreGrant:
         self._reach()
+        self.daemon.told_tokens += tokens
         if self.daemon.busy_times:
             self.daemon.busy_times -= 1
             return StoreGrant([GrantedBlock(Outcome.BUSY, None, 0, 0)] * len(keys), 0.01)

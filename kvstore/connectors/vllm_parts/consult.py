@@ -94,6 +94,11 @@ class Consult:
 
     # ------------------------------------------------------------ for the scheduler
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the daemon tells routers which tokens its blocks have; False as long as it was not asked anything."""
+        return any(shard.client.wants_tokens for shard in self._shards)
+
     def ask(self, inquiry: Inquiry) -> None:
         if self._num_open >= _MAX_ASKED:
             inquiry.answer = Answer(why="busy")

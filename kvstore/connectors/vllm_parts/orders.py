@@ -26,13 +26,20 @@ class LoadOrder:
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
     """Store pool block `block_ids[i]` as the block of `hashes[i]`, once this step has run. Block 0 of the order is the
-    `depth`-th of its prefix and follows `parent`, None at its begin."""
+    `depth`-th of its prefix and follows `parent`, None at its begin. `tokens` are the blocks' token ids as
+    little-endian uint32, joined, where the daemon wants them for routers; else b""."""
 
     request_id: str
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     parent: bytes | None
     depth: int
+    tokens: bytes = b""
+
+    def tokens_of(self, start: int, end: int) -> bytes:
+        """Return the token ids of blocks `start` to `end` of the order."""
+        share = len(self.tokens) // len(self.hashes)
+        return self.tokens[start * share : end * share]
 
 
 @dataclass(frozen=True, slots=True)

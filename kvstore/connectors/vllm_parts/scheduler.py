@@ -305,7 +305,8 @@ class Scheduler:
             return
         if not is_sure and (self._unsure_steps or any(not load.is_async for load in self._loads)):
             return
-        order = tracked.store_order(self._matcher.hashes(tracked), end)
+        is_told = self._consult.wants_tokens and tracked.is_plain
+        order = tracked.store_order(self._matcher.hashes(tracked), end, self._block_tokens if is_told else 0)
         if order is not None:
             self._stores.append(order)
             tracked.outstanding += len(order.hashes) * self._num_ranks

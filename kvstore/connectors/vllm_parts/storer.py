@@ -79,7 +79,8 @@ class Storer:
     def _offer(self, job: StoreJob, part: slice, client: Client) -> tuple[list[Outcome], float]:
         keys = job.keys[part]
         parent = job.keys[part.start - 1] if part.start else job.parent
-        grant = client.store(keys, parent, job.order.depth + part.start)
+        tokens = job.order.tokens_of(part.start, part.stop)
+        grant = client.store(keys, parent, job.order.depth + part.start, tokens=tokens)
         outcomes = [block.outcome for block in grant.blocks]
         granted = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
         if granted:

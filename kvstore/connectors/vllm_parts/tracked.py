@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvstore.connectors.vllm_parts.consult import Inquiry
 from kvstore.connectors.vllm_parts.orders import StoreOrder
 from kvstore.connectors.vllm_parts.wishes import Wishes
@@ -80,17 +82,27 @@ class Tracked:
         hashes = self.request.block_hashes
         return hashes if per_block == 1 else hashes[per_block - 1 :: per_block]
 
-    def store_order(self, hashes: Sequence[bytes], end: int) -> StoreOrder | None:
-        """Return the order for the blocks up to `end` that were not offered yet, and take them for offered."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether token ids and the model alone make the blocks what they are."""
+        request: Any = self.request
+        others = ("lora_request", "mm_features", "cache_salt", "prompt_embeds")
+        return all(getattr(request, name, None) in (None, "", []) for name in others)
+
+    def store_order(self, hashes: Sequence[bytes], end: int, told_tokens: int = 0) -> StoreOrder | None:
+        """Return the order for the blocks up to `end` that were not offered yet, and take them for offered. With
+        `told_tokens`, how many a block has, their token ids are in it."""
         start = self.next_store
         end = min(end, len(hashes), len(self.block_ids))
         if end <= start:
             return None
         self.next_store = end
+        tokens = self.request.all_token_ids[start * told_tokens : end * told_tokens]
         return StoreOrder(
             self.request.request_id,
             tuple(hashes[start:end]),
             tuple(self.block_ids[start:end]),
             hashes[start - 1] if start else None,
             start,
+            np.array(tokens, dtype="<u4").tobytes(),
         )

@@ -312,5 +312,10 @@ def _part(order: StoreOrder, start: int) -> StoreOrder:
         return order
     parent = order.hashes[start - 1] if start else order.parent
     return StoreOrder(
-        order.request_id, order.hashes[start:end], order.block_ids[start:end], parent, order.depth + start
+        order.request_id,
+        order.hashes[start:end],
+        order.block_ids[start:end],
+        parent,
+        order.depth + start,
+        order.tokens_of(start, end),
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore.connectors.vllm_parts.consult import Shard
@@ -113,6 +114,17 @@ def test_another_process_loads_every_full_block_and_goes_on_with_the_same_tokens
     assert second.external_tokens == 48
     assert rig.daemon.reports[-1].ram == 48
     assert rig.daemon.reports[-1].recomputed == 2
+
+
+def test_the_daemon_hears_the_tokens_of_its_blocks_where_it_wants_them(rig: Rig, settings: Settings) -> None:
+    """For routers that follow its events."""
+    run(rig.start(settings), FakeRequest("a", prompt(50)))
+    assert not rig.daemon.told_tokens
+    rig.daemon.wants_tokens = True
+    run(rig.start(settings), FakeRequest("b", prompt(50, seed=2)))
+    stored = len(rig.daemon.told_tokens) // 4
+    assert 48 <= stored <= 56
+    assert rig.daemon.told_tokens[: 48 * 4] == np.array(prompt(48, seed=2), dtype="<u4").tobytes()
 
 
 @pytest.mark.parametrize(("load", "expected"), [("async", 48), ("sync", 44)])

@@ -1,5 +1,6 @@
 """Orders carried out against a daemon in memory; threads are waited for, nothing sleeps."""
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -109,6 +110,14 @@ def test_stored_blocks_are_loaded_into_other_places(rig: Rig) -> None:
     assert rig.news.load_ends == {"r": {1: 8}}
     assert rig.news.loads[0][:2] == (1, 8 * rig.pages.payload_bytes)
     assert rig.news.steps == [1]
+
+
+def test_the_daemon_is_told_the_tokens_that_are_in_an_order(rig: Rig) -> None:
+    rig.compute((1, 2, 3))
+    told = bytes(range(24))
+    rig.step(Step(stores=(dataclasses.replace(store_order((1, 2, 3)), tokens=told),), num_tokens=1, number=1))
+    rig.until(lambda _: rig.news.settled.get("r", 0) == 3)
+    assert rig.daemon.told_tokens == told
 
 
 def test_a_load_that_the_step_needs_is_over_before_it(rig: Rig) -> None:
