@@ -12,10 +12,10 @@ from engine.counters import Counters
 from engine.jobs import FetchJob
 from engine.layers import LayerGate
 from engine.link import FetchStream, KVClient, Links
-from engine.pins import Hbm, RegionPin
 from kvstore.client import LandedBlock
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.outcome import Outcome
+from kvstore.region_pin import Hbm, RegionPin
 
 _log = logging.getLogger(__name__)
 

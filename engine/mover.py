@@ -14,8 +14,8 @@ from engine.counters import Counters
 from engine.fetcher import Fetcher
 from engine.jobs import FetchJob, StoreJob
 from engine.link import Links, Roots
-from engine.pins import Hbm, RegionPin
 from engine.storer import Storer
+from kvstore.region_pin import Hbm, RegionPin
 
 _Job = TypeVar("_Job", FetchJob, StoreJob)
 

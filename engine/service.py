@@ -25,7 +25,6 @@ from engine.layers import LayerOverlap, layer_ends
 from engine.link import KVClient, Roots
 from engine.model import ModelSpec
 from engine.mover import MoverThreads
-from engine.pins import Hbm
 from engine.pool import BlockPool
 from engine.request import Progress, Request
 from engine.runner import Runner
@@ -36,6 +35,7 @@ from kernels.quantized import QuantizedDtype, payload_bytes_of
 from kvstore.client import Client
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.core.key import Namespace
+from kvstore.region_pin import Hbm
 from policies.cost import CostModel
 from policies.price import GpuPrice
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from engine.counters import Counters
 from engine.jobs import StoreJob
 from engine.link import KVClient, Links
-from engine.pins import Hbm, RegionPin
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.outcome import Outcome
+from kvstore.region_pin import Hbm, RegionPin
 
 _log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.model import ModelSpec
-from engine.pins import RegionPin
 from kvstore.client import Client
 from kvstore.core.errors import KVStoreError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace, chain_keys
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.region_pin import RegionPin
 from tiers.hbm import HbmTier
 
 _SIZES: Final = (1, 4, 16, 64)

@@ -40,6 +40,7 @@ INTERNAL = {
         "kvstore.stream",
         "tiers.region",
     },
+    "kvstore.region_pin": {"kvstore.core", "tiers.region"},
     "kvstore.session_record": {"kvstore.core", "kvstore.wire"},
     "kvstore.bucket": {"kvstore.bucket", "kvstore.core", "kvstore.session_record", "tiers", "-tiers.hbm"},
     "kvstore.worker": {
@@ -82,9 +83,13 @@ INTERNAL = {
         "kvstore.client",
         "kvstore.config",
         "kvstore.core",
+        "kvstore.region_pin",
         "kvstore.wire",
         "policies",
+        "tiers.pages",
     },
+    # The GPU's copies, imported only where there is one.
+    "kvstore.connectors.vllm_parts.device": {"kvstore.connectors.vllm_parts", "kvstore.core", "kernels"},
     "kvstore": {"kvstore", "policies", "tiers", "-tiers.hbm"},
     # Run by hand, and only where torch is.
     "kvstore.bench.paged": {"kvstore.bench", "kvstore.core", "tiers"},
@@ -94,6 +99,7 @@ INTERNAL = {
         "kvstore.core",
         "kvstore.client",
         "kvstore.names",
+        "kvstore.region_pin",
         "kvstore.wire",
         "policies",
         "tiers.hbm",
@@ -102,7 +108,14 @@ INTERNAL = {
 }
 # Who alone may import these. The daemon's side has no torch: its container has neither GPU nor room for it.
 RESERVED = {
-    "torch": {"engine", "kernels", "tiers.hbm", "kvstore.bench.paged", "kvstore.connectors.sglang"},
+    "torch": {
+        "engine",
+        "kernels",
+        "tiers.hbm",
+        "kvstore.bench.paged",
+        "kvstore.connectors.sglang",
+        "kvstore.connectors.vllm_parts.device",
+    },
     "sglang": {"kvstore.connectors.sglang"},
     "triton": {"kernels"},
     "transformers": {"engine"},

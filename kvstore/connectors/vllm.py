@@ -371,7 +371,12 @@ def _backends(config: Any, layer_names: Sequence[str]) -> Sequence[Any]:
 
 
 def _pages_on(device: str, layers: Sequence[pages.Layer], kv_caches: Mapping[str, Any]) -> pages.Pages:
-    return pages.HostPages(layers, kv_caches)
+    if device == "cpu":
+        return pages.HostPages(layers, kv_caches)
+    # Only here, so that a machine without a GPU needs no triton.
+    from kvstore.connectors.vllm_parts.device import DevicePages
+
+    return DevicePages(layers, kv_caches)
 
 
 def _folder_of(model: str, revision: str | None) -> Path | None:

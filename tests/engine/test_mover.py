@@ -9,12 +9,12 @@ from engine.counters import Counters
 from engine.fetcher import Fetcher
 from engine.jobs import FetchJob, StoreJob
 from engine.link import Links, Roots
-from engine.pins import RegionPin
 from engine.storer import Storer
 from kvstore.client import GrantedBlock, LandedBlock, StoreGrant
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.region_pin import RegionPin
 from tests.engine.fakes import FakeClient, FakeStore, FakeStream
 
 KEYS = [BlockKey(bytes([i]) * 32) for i in range(5)]

@@ -61,6 +61,7 @@ class MemoryClient:
 
     def __init__(self, daemon: MemoryDaemon) -> None:
         self.daemon = daemon
+        self.region = None
         self._granted: dict[BlockKey, bytearray] = {}
         daemon.open_clients += 1
 
@@ -180,12 +181,20 @@ class MemoryPages:
     def mark(self) -> object:
         return None
 
-    def gather(self, block_id: int, out: memoryview, after: object) -> None:
-        self.before_gather(block_id)
-        out[:] = self.blocks[block_id]
+    def gather(self, block_ids: Sequence[int], outs: Sequence[memoryview], after: object) -> None:
+        for block_id, out in zip(block_ids, outs, strict=True):
+            self.before_gather(block_id)
+            out[:] = self.blocks[block_id]
 
-    def scatter(self, payload: memoryview, block_id: int) -> None:
-        self.blocks[block_id][:] = payload
+    def scatter(self, payloads: Sequence[memoryview], block_ids: Sequence[int], after: object) -> None:
+        for block_id, payload in zip(block_ids, payloads, strict=True):
+            self.blocks[block_id][:] = payload
+
+    def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool]) -> None:
+        return
+
+    def unpin(self, address: int) -> None:
+        return
 
 
 def kv_of(block_hash: bytes) -> bytearray:

@@ -37,6 +37,8 @@ class LoadJob:
         self.queued_s = now_s
         self.deadline_s = now_s + order.patience_s
         self.is_loaded = [False] * num_blocks
+        # After which point in the device's work its blocks may be written; None: at once.
+        self.mark: object = None
         self.by_tier: dict[int, int] = {}
         self.over = threading.Event()
         self._lock = threading.Lock()

@@ -17,6 +17,7 @@ from kvstore.connectors.vllm_parts.seal import SEAL_BYTES, is_whole
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.region_pin import RegionPin
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Loader:
     def __init__(
         self,
         pages: Pages,
+        pins: RegionPin,
         gate: Gate,
         meter: LoadMeter,
         counters: Counters,
@@ -39,6 +41,7 @@ class Loader:
         clock: Callable[[], float],
     ) -> None:
         self._pages = pages
+        self._pins = pins
         self._gate = gate
         self._meter = meter
         self._counters = counters
@@ -68,6 +71,7 @@ class Loader:
         if not self._gate.is_open:
             return "unavailable"
         stream = streams.enter_context(client.fetch(job.keys, deadline_s=wait_s))
+        self._pins.ensure(client.region)
         return self._take_in(job, stream)
 
     def _take_in(self, job: LoadJob, stream: FetchStream) -> str:
@@ -95,28 +99,47 @@ class Loader:
         return "loaded" if not job.num_missing else "partly"
 
     def _copy_all(self, job: LoadJob, blocks: Sequence[LandedBlock], stream: FetchStream) -> None:
+        size = self._pages.payload_bytes
+        there = []
         for block in blocks:
             if not 0 <= block.index < len(job.keys) or job.is_loaded[block.index]:
                 continue
-            outcome = self._copy(job, block, stream) if block.outcome is Outcome.OK else block.outcome
-            if outcome is not Outcome.OK:
+            if block.outcome is Outcome.OK and block.view is not None and block.view.nbytes == size:
+                there.append(block)
+            else:
+                why = Outcome.REJECTED if block.outcome is Outcome.OK else block.outcome
+                self._counters.add("failed_blocks", why.label)
+        may_copy = self._copy(job, there)
+        for block in there:
+            outcome = self._test(job, block, stream) if may_copy else Outcome.STALE
+            if outcome is Outcome.OK:
+                self._landed(job, block)
+            else:
                 self._counters.add("failed_blocks", outcome.label)
-                continue
-            job.is_loaded[block.index] = True
-            tier = int(block.source)
-            job.by_tier[tier] = job.by_tier.get(tier, 0) + 1
-            self._meter.landed(tier, self._pages.payload_bytes, self._clock())
-            label = TierKind(tier).label
-            self._counters.add("loaded_blocks", label)
-            self._counters.add("loaded_bytes", label, self._pages.payload_bytes)
 
-    def _copy(self, job: LoadJob, block: LandedBlock, stream: FetchStream) -> Outcome:
-        if block.view is None or block.view.nbytes != self._pages.payload_bytes:
-            return Outcome.REJECTED
-        body = block.view[: block.view.nbytes - SEAL_BYTES]
-        self._pages.scatter(body, job.order.block_ids[block.index])
+    def _copy(self, job: LoadJob, blocks: Sequence[LandedBlock]) -> bool:
+        """Whether the blocks were copied: not from a region on its way out."""
+        bodies = [block.view[:-SEAL_BYTES] for block in blocks if block.view is not None]
+        if not bodies:
+            return True
+        with self._pins.copying(bodies[0]) as may_copy:
+            if may_copy:
+                self._pages.scatter(bodies, [job.order.block_ids[block.index] for block in blocks], job.mark)
+        return may_copy
+
+    def _test(self, job: LoadJob, block: LandedBlock, stream: FetchStream) -> Outcome:
+        assert block.view is not None
         is_sound = not self._verify or is_whole(block.view, job.keys[block.index])
         # Asked last: only then do copy and checksum speak of the same bytes.
         if not stream.still_valid(block):
             return Outcome.STALE
         return Outcome.OK if is_sound else Outcome.CORRUPT
+
+    def _landed(self, job: LoadJob, block: LandedBlock) -> None:
+        job.is_loaded[block.index] = True
+        tier = int(block.source)
+        job.by_tier[tier] = job.by_tier.get(tier, 0) + 1
+        self._meter.landed(tier, self._pages.payload_bytes, self._clock())
+        label = TierKind(tier).label
+        self._counters.add("loaded_blocks", label)
+        self._counters.add("loaded_bytes", label, self._pages.payload_bytes)

@@ -7,8 +7,9 @@ layer, followed by the seal (`seal.py`):
     | layer 0's page | layer 1's page | … | seal |
 """
 
+import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +18,9 @@ import numpy.typing as npt
 
 from kvstore.connectors.vllm_parts.seal import SEAL_BYTES
 from kvstore.core.errors import ConfigError
+from tiers import pages as tier_pages
 
+_PIN_STEP_BYTES = 256 << 20
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -41,7 +44,7 @@ class Tensor(Protocol):
 
 
 class Pages(Protocol):
-    """Copies of whole blocks. Thread-safe; both return when the bytes are there."""
+    """Copies of whole blocks without their seals. Thread-safe; both return when the bytes are there."""
 
     @property
     def payload_bytes(self) -> int: ...
@@ -50,11 +53,17 @@ class Pages(Protocol):
         """Return a point in the device's work: what has been queued so far."""
         ...
 
-    def gather(self, block_id: int, out: memoryview, after: object) -> None:
-        """Copy the block's pages into `out`, once the work before the mark `after` is done."""
+    def gather(self, block_ids: Sequence[int], outs: Sequence[memoryview], after: object) -> None:
+        """Copy the pages of block i into `outs[i]`, once the work before the mark `after` is done."""
         ...
 
-    def scatter(self, payload: memoryview, block_id: int) -> None: ...
+    def scatter(self, payloads: Sequence[memoryview], block_ids: Sequence[int], after: object) -> None: ...
+
+    def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool]) -> None:
+        """See `kvstore.region_pin.Pinning`."""
+        ...
+
+    def unpin(self, address: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +138,29 @@ class HostPages:
     def mark(self) -> object:
         return None
 
-    def gather(self, block_id: int, out: memoryview, after: object) -> None:
-        for start, end, table in self._tables:
-            part = np.frombuffer(out[start:end], np.uint8).reshape(table.shape[1:])
-            np.copyto(part, table[block_id])
+    def gather(self, block_ids: Sequence[int], outs: Sequence[memoryview], after: object) -> None:
+        for block_id, out in zip(block_ids, outs, strict=True):
+            for start, end, table in self._tables:
+                part = np.frombuffer(out[start:end], np.uint8).reshape(table.shape[1:])
+                np.copyto(part, table[block_id])
 
-    def scatter(self, payload: memoryview, block_id: int) -> None:
-        for start, end, table in self._tables:
-            part = np.frombuffer(payload[start:end], np.uint8).reshape(table.shape[1:])
-            np.copyto(table[block_id], part)
+    def scatter(self, payloads: Sequence[memoryview], block_ids: Sequence[int], after: object) -> None:
+        for block_id, payload in zip(block_ids, payloads, strict=True):
+            for start, end, table in self._tables:
+                part = np.frombuffer(payload[start:end], np.uint8).reshape(table.shape[1:])
+                np.copyto(table[block_id], part)
+
+    def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool]) -> None:
+        """Enter the region into the page table ahead of the copies; a first touch costs as much as eight warm ones."""
+        # What cannot be entered now is when it is used.
+        with contextlib.suppress(OSError):
+            for start in range(0, num_bytes, _PIN_STEP_BYTES):
+                step = min(_PIN_STEP_BYTES, num_bytes - start)
+                if not goes_on() or not tier_pages.populate(address + start, step, 1):
+                    return
+
+    def unpin(self, address: int) -> None:
+        return
 
 
 def _tables(layers: Sequence[Layer]) -> list[tuple[int, int, _Bytes]]:

@@ -12,11 +12,14 @@ from kvstore.connectors.vllm_parts.seal import SEAL_BYTES, seal
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.outcome import Outcome
+from kvstore.region_pin import RegionPin
 
 _log = logging.getLogger(__name__)
 
 # Slots that are granted at once are kept from others until they are filled.
 _BATCH_BLOCKS = 64
+# What a step may have to wait for where it needs one of their places.
+_COPY_BLOCKS = 8
 _TRIES = 6
 _MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.25
 # There already, or being written by somebody, or nothing that another attempt would change.
@@ -28,9 +31,16 @@ class Storer:
     """Belongs to one thread. `sleep` waits between tries."""
 
     def __init__(
-        self, pages: Pages, fence: Fence, gate: Gate, counters: Counters, sleep: Callable[[float], None]
+        self,
+        pages: Pages,
+        pins: RegionPin,
+        fence: Fence,
+        gate: Gate,
+        counters: Counters,
+        sleep: Callable[[float], None],
     ) -> None:
         self._pages = pages
+        self._pins = pins
         self._fence = fence
         self._gate = gate
         self._counters = counters
@@ -80,11 +90,15 @@ class Storer:
         keys = job.keys[part]
         parent = job.keys[part.start - 1] if part.start else job.parent
         tokens = job.order.tokens_of(part.start, part.stop)
+        self._pins.ensure(client.region)
         grant = client.store(keys, parent, job.order.depth + part.start, tokens=tokens)
         outcomes = [block.outcome for block in grant.blocks]
         granted = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
         if granted:
-            written = [self._copy(job, part.start + i, grant.blocks[i]) for i in granted]
+            written = []
+            for some in range(0, len(granted), _COPY_BLOCKS):
+                chosen = granted[some : some + _COPY_BLOCKS]
+                written += self._copy(job, [part.start + i for i in chosen], [grant.blocks[i] for i in chosen])
             generations = [grant.blocks[i].generation for i in granted]
             committed = client.commit([keys[i] for i in granted], generations, written)
             for i, done, outcome in zip(granted, written, committed, strict=True):
@@ -92,22 +106,33 @@ class Storer:
                 outcomes[i] = outcome if done else Outcome.CANCELLED
         return outcomes, grant.retry_s
 
-    def _copy(self, job: StoreJob, index: int, granted: GrantedBlock) -> bool:
-        """Whether the block is in its slot; never raises, since then the grant must be given back."""
-        read = job.reads[index]
-        if granted.view is None or not self._fence.begin(read):
-            return False
+    def _copy(self, job: StoreJob, indexes: Sequence[int], granted: Sequence[GrantedBlock]) -> list[bool]:
+        """Say of each block whether it is in its slot; never raises, since then the grants must be given back."""
+        views = {
+            index: block.view
+            for index, block in zip(indexes, granted, strict=True)
+            if block.view is not None and self._fence.begin(job.reads[index])
+        }
+        bodies = [view[: view.nbytes - SEAL_BYTES] for view in views.values()]
+        is_copied = not views
         try:
-            self._pages.gather(job.order.block_ids[index], granted.view[: granted.view.nbytes - SEAL_BYTES], job.mark)
+            if views:
+                with self._pins.copying(bodies[0]) as may_copy:
+                    if may_copy:
+                        self._pages.gather([job.order.block_ids[index] for index in views], bodies, job.mark)
+                    is_copied = may_copy
         except Exception:
-            _log.exception("kvstore: a block could not be copied out of the KV cache")
+            _log.exception("kvstore: blocks could not be copied out of the KV cache")
             self._counters.add("faults", "store_copy")
-            return False
         finally:
-            self._fence.end(read)
-        seal(granted.view, job.keys[index])
-        self._counters.add("stored_bytes", count=granted.view.nbytes)
-        return True
+            for index in views:
+                self._fence.end(job.reads[index])
+        if not is_copied:
+            return [False] * len(indexes)
+        for index, view in views.items():
+            seal(view, job.keys[index])
+            self._counters.add("stored_bytes", count=view.nbytes)
+        return [index in views for index in indexes]
 
     def _leave_out(self, job: StoreJob, why: str) -> None:
         left: Sequence[int] = range(job.num_settled, len(job.keys))

@@ -28,6 +28,7 @@ from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.storer import Storer
 from kvstore.core.key import BlockKey, Namespace, engine_keys
+from kvstore.region_pin import RegionPin
 
 _log = logging.getLogger(__name__)
 _Job = TypeVar("_Job", LoadJob, StoreJob)
@@ -75,9 +76,10 @@ class Worker:
         self._clock = clock
         self._gate = Gate("worker", clock)
         self._fence = Fence()
+        self._pins = RegionPin(pages)
         self._meter = LoadMeter()
-        self._loader = Loader(pages, self._gate, self._meter, counters, verify=settings.verify, clock=clock)
-        self._storer = Storer(pages, self._fence, self._gate, counters, sleep)
+        self._loader = Loader(pages, self._pins, self._gate, self._meter, counters, verify=settings.verify, clock=clock)
+        self._storer = Storer(pages, self._pins, self._fence, self._gate, counters, sleep)
         self._loads: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[StoreJob | None] = queue.SimpleQueue()
         # The lock is over all that follows.
@@ -177,6 +179,7 @@ class Worker:
         self._storer.hurry = True
         if self._threads:
             self._threads[0].join(0.5)
+        self._pins.close(1.0)
         if self._client is not None and not any(thread.is_alive() for thread in self._threads):
             self._client.close()
 
@@ -188,6 +191,9 @@ class Worker:
         with self._changed:
             self._loading[order.request_id] = job
         try:
+            if not order.is_async:
+                # vLLM may have queued work on those blocks, such as zeroing them; for others it leaves that out.
+                job.mark = self._pages.mark()
             job.keys = engine_keys(self._root, order.hashes)
             self._start_threads()
             self._loads.put(job)

@@ -58,14 +58,14 @@ def test_a_payload_holds_the_blocks_pages_layer_after_layer_and_nothing_else(lay
     pages = pages_of(whole, 5)
     assert pages.payload_bytes == 3 * 2 * 4 * 6 * 4 + SEAL_BYTES
     out = memoryview(bytearray(pages.body_bytes))
-    pages.gather(3, out, None)
+    pages.gather([3], [out], None)
     expected = [np.sort(whole[layer, 3].ravel()) for layer in range(3)]
     got = np.frombuffer(out, np.float32).reshape(3, -1)
     assert all(np.array_equal(np.sort(one), other) for one, other in zip(got, expected, strict=True))
 
     before = whole.copy(order="K")
     whole[:, 1] = 0
-    pages.scatter(out, 1)
+    pages.scatter([out], [1], None)
     assert np.array_equal(whole[:, 1], before[:, 3])
     whole[:, 1] = before[:, 1]
     assert np.array_equal(whole, before), "another block was touched"
@@ -75,7 +75,7 @@ def test_kernel_blocks_of_one_pool_block_are_copied_together() -> None:
     whole = numbered(2, 8, 2, 4, 6)
     pages = pages_of(whole, 4)
     out = memoryview(bytearray(pages.body_bytes))
-    pages.gather(1, out, None)
+    pages.gather([1], [out], None)
     assert np.array_equal(np.frombuffer(out, np.float32).reshape(2, -1), whole[:, 2:4].reshape(2, -1))
 
 
@@ -83,7 +83,7 @@ def test_layers_of_several_sizes_and_places_are_copied_each() -> None:
     views = {"a": ArrayTensor(numbered(4, 3, 8)), "b": ArrayTensor(numbered(4, 5, 8) + 1000)}
     pages = HostPages(describe_all(views, ["a", "b"], 4), views)
     out = memoryview(bytearray(pages.body_bytes))
-    pages.gather(2, out, None)
+    pages.gather([2], [out], None)
     got = np.frombuffer(out, np.float32)
     assert np.array_equal(got[:24], np.arange(48, 72))
     assert np.array_equal(got[24:], np.arange(80, 120) + 1000)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.pins import RegionPin
 from kvstore.core.errors import ConfigError
+from kvstore.region_pin import RegionPin
 from tiers.region import Region
 
 SIZE = 1 << 16

@@ -98,7 +98,7 @@ class RegionPin:
             self._wanted = region
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="engine-pin", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="kvstore-pin", daemon=True)
                 self._thread.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
