@@ -389,6 +389,8 @@ class Daemon:
                 store.observe(request)
             case wire.Hint():
                 store.hint(engine, request)
+            case wire.Damaged():
+                store.damaged(engine, request)
         return wire.Done()
 
     def _engine(self, header: Header) -> Engine:

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -9,6 +10,7 @@ from kvstore import wire
 from kvstore.attachment import Attached
 from kvstore.connection import refused_raises
 from kvstore.core.errors import ProtocolError, TierUnavailable
+from kvstore.core.key import join_keys, split_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.wire import ErrorCode
 
@@ -91,6 +93,13 @@ class FetchStream:
         """End the pins of blocks that have been copied, so that the daemon can use their slots for the rest."""
         if self._lease is not None and not self._released:
             self._client.post(self._attached, wire.Release(self._lease, indexes))
+
+    def damaged(self, blocks: Sequence[LandedBlock]) -> None:
+        """Say that these blocks, which have been released, are not what was stored: their copies are dropped."""
+        keys = split_keys(self._request.keys)
+        for source in {block.source for block in blocks}:
+            wrong = [keys[block.index] for block in blocks if block.source is source]
+            self._client.post(self._attached, wire.Damaged(join_keys(wrong), int(source)))
 
     def release(self) -> None:
         """End all pins; what has not landed is cancelled. Idempotent, never raises, hardly waits."""

@@ -27,6 +27,7 @@ from kvstore.messages.blocks import (
     Attached,
     Commit,
     Committed,
+    Damaged,
     Detach,
     Done,
     Error,
@@ -84,6 +85,7 @@ __all__ = [
     "ChatMessage",
     "Commit",
     "Committed",
+    "Damaged",
     "DecisionGet",
     "DecisionList",
     "DecisionView",
@@ -210,6 +212,7 @@ Request = (
     | Lookup
     | Fetch
     | Release
+    | Damaged
     | Store
     | Commit
     | Hint

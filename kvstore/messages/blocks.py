@@ -130,6 +130,15 @@ class Release(Message, frozen=True, tag=True):
     stale: int = 0
 
 
+class Damaged(Message, frozen=True, tag=True):
+    """These blocks came whole from `source` (a TierKind), as far as the daemon can tell, but are not what an engine had
+    stored: they failed the checksum that it keeps with its blocks. Their copies in RAM and on SSD go, and where they
+    came from S3 that one too, so that they can be stored again. Those in use stay, for their readers to find out."""
+
+    keys: bytes
+    source: int
+
+
 # --------------------------------------------------------------- store
 
 

@@ -24,6 +24,7 @@ from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
 from kvstore.store.census import SessionCensus
 from kvstore.store.chains import by_prefix
+from kvstore.store.damage import drop_damaged
 from kvstore.store.decisions import Decisions
 from kvstore.store.demoter import Demoter
 from kvstore.store.discovery import Discovery
@@ -332,6 +333,15 @@ class Store:
     def release(self, engine: Engine, request: wire.Release) -> None:
         self._errors.add("stale_slot", request.stale)
         self._fetches.release(request.lease, engine.incarnation, request.indexes)
+
+    def damaged(self, engine: Engine, request: wire.Damaged) -> None:
+        """As the message says. Raises ProtocolError."""
+        keys = _checked_keys(request.keys)
+        if request.source not in (TierKind.RAM, TierKind.SSD, TierKind.S3):
+            raise ProtocolError(ErrorCode.BAD_REQUEST, f"{request.source} is no tier that blocks come from")
+        source = TierKind(request.source)
+        dropped = drop_damaged(self._catalog, self._room, self._links, keys, engine.namespace, source)
+        self._errors.add("corrupt", dropped)
 
     # ------------------------------------------------------------ store
 

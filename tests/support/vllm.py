@@ -169,6 +169,10 @@ class MemoryStream:
     def release_blocks(self, indexes: list[int]) -> None:
         return
 
+    def damaged(self, blocks: Sequence[LandedBlock]) -> None:
+        for block in blocks:
+            del self._daemon.slots[self._keys[block.index]]
+
 
 class MemoryPages:
     """A KV cache of one layer, `[num_blocks, BODY_BYTES]`. `before_gather` is called before each copy out of it."""

@@ -93,14 +93,19 @@ class Loader:
             last_s = self._clock()
             for start in range(0, len(blocks), _COPY_BLOCKS):
                 part = blocks[start : start + _COPY_BLOCKS]
-                self._copy_all(job, part, stream)
+                damaged = self._copy_all(job, part, stream)
                 stream.release_blocks([block.index for block in part])
+                if damaged:
+                    # Else they would be found again, fail again, and be in the way of the good ones.
+                    stream.damaged(damaged)
             num_open -= len(blocks)
         return "loaded" if not job.num_missing else "partly"
 
-    def _copy_all(self, job: LoadJob, blocks: Sequence[LandedBlock], stream: FetchStream) -> None:
+    def _copy_all(self, job: LoadJob, blocks: Sequence[LandedBlock], stream: FetchStream) -> list[LandedBlock]:
+        """Return the blocks that are not what was stored."""
         size = self._pages.payload_bytes
-        there = []
+        there: list[LandedBlock] = []
+        damaged: list[LandedBlock] = []
         for block in blocks:
             if not 0 <= block.index < len(job.keys) or job.is_loaded[block.index]:
                 continue
@@ -116,6 +121,9 @@ class Loader:
                 self._landed(job, block)
             else:
                 self._counters.add("failed_blocks", outcome.label)
+            if outcome is Outcome.CORRUPT:
+                damaged.append(block)
+        return damaged
 
     def _copy(self, job: LoadJob, blocks: Sequence[LandedBlock]) -> bool:
         """Whether the blocks were copied: not from a region on its way out."""

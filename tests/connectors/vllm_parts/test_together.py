@@ -180,6 +180,8 @@ def test_a_damaged_block_is_computed_again(rig: Rig, settings: Settings) -> None
     engine.run()
     assert engine.recomputed >= 28
     assert rig.counted()["failed_blocks|corrupt"] == 1
+    engine.worker.close()
+    assert bytes(rig.daemon.slots[key]).startswith(bytes(kv_of(hashes_of(prompt(50))[5]))), "it was not healed"
 
 
 def test_nothing_is_stored_that_was_computed_over_a_block_that_did_not_come(rig: Rig) -> None:
