@@ -191,6 +191,19 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             may_store=self._rank.stores and self._kv_transfer_config.is_kv_producer,
         )
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Before sleep. Not guarded: what still read the memory that goes would be worse than no sleep."""
+        if self._worker is not None:
+            self._worker.pause()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.resume()
+
     @_guarded(lambda: None)
     def get_handshake_metadata(self) -> KvstoreHandshake | None:
         return None if self._namespace is None else KvstoreHandshake(self._namespace)

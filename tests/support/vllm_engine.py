@@ -130,6 +130,10 @@ class FakeEngine:
                 cached.num_output_tokens.append(running.output)
             running.state, running.is_new, running.was_preempted = "running", False, False
             scheduled.append((running, count))
+        holders = [each for each in self.queue if each.state == "waiting" and each.block_ids]
+        if not scheduled and len(holders) > 1 and not any(each.state == "loading" for each in self.queue):
+            # Loaded, and each in the other's way.
+            self.preempt(holders[-1])
         output = SimpleNamespace(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,

@@ -73,12 +73,14 @@ class Fence:
         with self._changed:
             if not self._reads:
                 return 0
-            for block_id in block_ids:
-                for read in list(self._reads.get(block_id, ())):
-                    if read.state is ReadState.WAITING:
-                        read.state = ReadState.WITHDRAWN
-                        self._forget(read)
-                        num_withdrawn += 1
+            wanted = [block_id for block_id in block_ids if block_id in self._reads]
+            # All that waits first, so that none of it begins while others are waited for.
+            for read in [read for block_id in wanted for read in self._reads[block_id]]:
+                if read.state is ReadState.WAITING:
+                    read.state = ReadState.WITHDRAWN
+                    self._forget(read)
+                    num_withdrawn += 1
+            for block_id in wanted:
                 while block_id in self._reads:
                     self._changed.wait()
         return num_withdrawn

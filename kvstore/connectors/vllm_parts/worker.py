@@ -73,6 +73,7 @@ class Worker:
         self._make_client = make_client
         self._counters = counters
         self._may_store = may_store
+        self._is_paused = False
         self._clock = clock
         self._gate = Gate("worker", clock)
         self._fence = Fence()
@@ -110,6 +111,16 @@ class Worker:
         """Store nothing any more, nothing of what is queued either; returns once nothing is read."""
         self._may_store = False
         self._fence.clear_all()
+
+    def pause(self) -> None:
+        """Return once the KV cache is not touched any more: its memory is about to be taken away. What waits to be
+        stored is left out; loads have ended by now, since vLLM drains them. Idempotent."""
+        self._is_paused = True
+        self._fence.clear_all()
+
+    def resume(self) -> None:
+        """The KV cache is back in its place, without its content. Idempotent."""
+        self._is_paused = False
 
     def load(self, step: Step) -> None:
         """Begin the step's loads; return when those are over that it needs itself."""
@@ -246,7 +257,7 @@ class Worker:
 
     def _begin_store(self, order: StoreOrder, mark: object) -> None:
         num_bytes = len(order.hashes) * self._pages.payload_bytes
-        if not self._may_store or self._queued_bytes + num_bytes > self._settings.max_store_bytes:
+        if not self._may_store or self._is_paused or self._queued_bytes + num_bytes > self._settings.max_store_bytes:
             with self._changed:
                 self._settle(order, order.depth if self._may_store else None)
             if self._may_store:

@@ -37,7 +37,7 @@ class Rig:
         return self.wait(inquiry)
 
     def wait(self, inquiry: Inquiry) -> Answer:
-        for _ in range(5000):
+        for _ in range(30_000):
             if inquiry.answer is not None:
                 return inquiry.answer
             self.consult.wait(0.01)

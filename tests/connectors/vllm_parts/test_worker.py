@@ -62,10 +62,12 @@ class Rig:
 
     def until(self, condition: Callable[[Ended], bool]) -> Ended:
         """Run empty steps until what is waited for has ended."""
-        for _ in range(5000):
+        for _ in range(30_000):
             if condition(self.ended):
                 return self.ended
             self.take()
+            # The threads must get their turn, also on a machine that has others to run.
+            threading.Event().wait(0.001)
         raise AssertionError("it did not happen")
 
     def store(self, count: int = 8) -> None:
@@ -337,6 +339,38 @@ def test_closing_stores_what_is_queued(rig: Rig) -> None:
     rig.step(Step(stores=(store_order(tuple(range(1, 9))),), num_tokens=1))
     rig.worker.close()
     assert len(rig.daemon.slots) == 8
+
+
+def test_while_the_kv_cache_is_away_nothing_reads_it(rig: Rig) -> None:
+    """Sleep mode takes its memory away; a store that went on would read what is not there."""
+    go_on, has_begun = threading.Event(), threading.Event()
+
+    def hold(block_id: int) -> None:
+        has_begun.set()
+        assert go_on.wait(30)
+
+    rig.pages.before_gather = hold
+    ids = tuple(range(1, 13))
+    rig.compute(ids)
+    rig.step(Step(stores=(store_order(ids),), num_tokens=1))
+    assert has_begun.wait(30)
+    thread = threading.Thread(target=rig.worker.pause)
+    thread.start()
+    # Until what has not begun was withdrawn; what has begun is waited for.
+    while len(rig.worker._fence) > 8:
+        threading.Event().wait(0.001)
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(30)
+    rig.pages.before_gather = lambda block_id: pytest.fail("the KV cache was read")
+    rig.step(Step(stores=(store_order(ids),), num_tokens=1))
+    rig.until(lambda _: rig.news.settled.get("r") == 24)
+    assert set(rig.daemon.slots) == set(KEYS[:8])
+    rig.pages.before_gather = lambda block_id: None
+    rig.worker.resume()
+    rig.step(Step(stores=(store_order(ids),), num_tokens=1))
+    rig.until(lambda _: rig.news.settled.get("r") == 36)
+    assert set(rig.daemon.slots) == set(KEYS)
 
 
 def test_once_storing_was_stopped_nothing_is_stored(rig: Rig) -> None:
