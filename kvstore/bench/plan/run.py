@@ -68,7 +68,7 @@ def run(settings: PlanSettings, note: Note) -> dict[str, Any]:
         "settings": _as_json(settings),
     }
     began_s = time.monotonic()
-    done = _finished(settings)
+    done = finished(settings.out, [case.name for case in _wanted(settings)])
     missing = [case for case in _wanted(settings) if case.name not in done]
     if missing:
         note("a real S3 server, the link, a daemon, an engine; the texts are computed and stored")
@@ -140,11 +140,13 @@ def _whole_blocks(tokens: float, block_tokens: int) -> int:
 # ---------------------------------------------------------------- files
 
 
-def _finished(settings: PlanSettings) -> dict[str, Any]:
-    if settings.out is None:
+def finished(folder: Path | None, names: Sequence[str]) -> dict[str, Any]:
+    """Return the results of an earlier run, by case; whatever else lies in the folder is left alone."""
+    if folder is None:
         return {}
-    settings.out.mkdir(parents=True, exist_ok=True)
-    return {path.stem: msgspec.json.decode(path.read_bytes()) for path in sorted(settings.out.glob("*.json"))}
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: folder / f"{name}.json" for name in names}
+    return {name: msgspec.json.decode(file.read_bytes()) for name, file in files.items() if file.is_file()}
 
 
 def _keep(settings: PlanSettings, case: Case, result: dict[str, Any]) -> None:
