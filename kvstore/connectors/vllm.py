@@ -354,6 +354,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             lambda: [Shard(namespace, self._client_of(namespace, "vllm scheduler")) for namespace in distinct],
             Costs(profile, self._settings.profile_dir, time.monotonic),
             self._counters,
+            may_store=self._kv_transfer_config.is_kv_producer,
         )
 
     def _client(self) -> Client:

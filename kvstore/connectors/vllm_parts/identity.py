@@ -68,6 +68,11 @@ def refuse_what_cannot_be_right(config: Any, kv_cache_config: Any, environ: Any 
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ConfigError(f"kvstore cannot keep the KV cache of {model} with {name} above 1: set it to 1")
+    if getattr(parallel, "nnodes", 1) > 1:
+        raise ConfigError(
+            f"kvstore cannot keep the KV cache of {model} across machines: a daemon serves one. Use tensor parallelism "
+            "within a machine, and one engine for each"
+        )
     cache = config.cache_config
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(

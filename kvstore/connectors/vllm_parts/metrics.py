@@ -34,6 +34,7 @@ class KvstorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._children: dict[tuple[object, ...], Any] = {}
         self._counts = {
             name: self._counter_cls(
                 name=f"vllm:kvstore_{name}", documentation=text, labelnames=[*labelnames, *([label] if label else [])]
@@ -57,14 +58,19 @@ class KvstorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         report = stats.sound(transfer_stats_data)
         engine = self.per_engine_labelvalues[engine_idx]
         for key, count in report["counts"].items():
-            name, _, label = key.partition("|")
-            if name in self._counts:
-                self._counts[name].labels(*engine, *([label] if stats.COUNTS[name][0] else [])).inc(count)
+            self._child(self._counts, key, engine).inc(count)
         for key, value in report["levels"].items():
+            self._child(self._levels, key, engine).set(value)
+        for key, samples in report["seconds"].items():
+            child = self._child(self._seconds, key, engine)
+            for seconds in samples:
+                child.observe(seconds)
+
+    def _child(self, metrics: dict[str, Any], key: str, engine: list[object]) -> Any:
+        """Return the metric with its labels; remembered, since finding it by them takes long for every step."""
+        found = self._children.get((key, *engine))
+        if found is None:
             name, _, label = key.partition("|")
-            if name in self._levels:
-                self._levels[name].labels(*engine, *([label] if stats.LEVELS[name][0] else [])).set(value)
-        for name, samples in report["seconds"].items():
-            if name in self._seconds:
-                for seconds in samples:
-                    self._seconds[name].labels(*engine).observe(seconds)
+            found = metrics[name].labels(*engine, *([label] if label else []))
+            self._children[key, *engine] = found
+        return found

@@ -50,6 +50,8 @@ class Scheduler:
         make_shards: Callable[[], Sequence[Shard]],
         costs: Costs,
         counters: Counters,
+        *,
+        may_store: bool = True,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -57,6 +59,7 @@ class Scheduler:
         self._block_tokens = block_tokens
         self._per_block = per_block
         self._num_ranks = num_ranks
+        self._may_store = may_store
         self._costs = costs
         self._counters = counters
         self._clock = clock
@@ -301,7 +304,7 @@ class Scheduler:
         takes such a step back, and a stored block cannot be. It is offered a step later.
         """
         end = num_tokens // self._block_tokens
-        if end <= tracked.next_store or self._clock() < tracked.retry_s:
+        if not self._may_store or end <= tracked.next_store or self._clock() < tracked.retry_s:
             return
         if not is_sure and (self._unsure_steps or any(not load.is_async for load in self._loads)):
             return

@@ -7,12 +7,15 @@ A taken report holds what was counted since the last one, so that reports of sev
 The part after `|` is the value of the metric's one label.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypedDict
 
 # Of seconds that nobody fetches.
 _MAX_SAMPLES: Final = 4096
+_EVERY_S: Final = 0.05
 
 COUNTS: Final[Mapping[str, tuple[str, str]]] = {
     "loaded_blocks": ("tier", "Blocks loaded into the KV cache."),
@@ -46,9 +49,11 @@ class Report(TypedDict):
 
 
 class Counters:
-    """Thread-safe."""
+    """Thread-safe. Reports are taken every step, and are put together so often only that a step hardly notices."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._taken_s = -math.inf
         self._lock = threading.Lock()
         self._report = empty()
         self._levels: dict[str, Callable[[], float]] = {}
@@ -74,7 +79,11 @@ class Counters:
         self._levels[f"{name}|{label}" if label else name] = read
 
     def take(self) -> Report | None:
-        """Return what is new since the last call; None: nothing is."""
+        """Return what is new since the last report; None: nothing is, or that was a moment ago."""
+        now = self._clock()
+        if now < self._taken_s + _EVERY_S:
+            return None
+        self._taken_s = now
         levels = {key: float(read()) for key, read in self._levels.items()}
         with self._lock:
             report, self._report = self._report, empty()
