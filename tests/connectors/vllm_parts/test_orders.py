@@ -40,6 +40,7 @@ def test_token_ids_go_with_their_blocks() -> None:
 def test_token_ids_are_told_of_plain_text_only() -> None:
     """A router would take a block with an adapter or a salt for one of the same text without."""
     request = FakeRequest("r", range(10 * BLOCK_TOKENS))
+    hashes = request.block_hashes
     tracked = Tracked(request, read(None)[0], 0.0, block_ids=list(range(10)))
     assert tracked.is_plain
     order = tracked.store_order(request.block_hashes, 3, BLOCK_TOKENS)
@@ -48,6 +49,9 @@ def test_token_ids_are_told_of_plain_text_only() -> None:
     later = tracked.store_order(request.block_hashes, 5, BLOCK_TOKENS)
     assert later is not None and later.depth == 3
     assert later.tokens_of(0, 1) == np.arange(3 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, dtype="<u4").tobytes()
+    request.all_token_ids[24] = -1
+    odd = Tracked(request, read(None)[0], 0.0, block_ids=list(range(10))).store_order(hashes, 10, BLOCK_TOKENS)
+    assert odd is not None and not odd.tokens
     untold = tracked.store_order(request.block_hashes, 6)
     assert untold is not None and not untold.tokens
     for name, value in (("lora_request", object()), ("mm_features", [1]), ("cache_salt", "x")):
