@@ -51,6 +51,7 @@ class MemoryDaemon:
     lookups: int = 0
     open_clients: int = 0
     before_commit: Callable[[], None] = lambda: None
+    before_lookup: Callable[[], None] = lambda: None
 
     def client(self) -> Client:
         return cast(Client, MemoryClient(self))
@@ -73,6 +74,7 @@ class MemoryClient:
 
     def lookup(self, keys: Sequence[BlockKey], deadline_s: float | None = None) -> LookupResult:
         self._reach()
+        self.daemon.before_lookup()
         self.daemon.lookups += 1
         count = next((i for i, key in enumerate(keys) if key not in self.daemon.slots), len(keys))
         return LookupResult(

@@ -52,13 +52,15 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class Inquiry:
-    """A question under way. `hashes` are the prompt's, from block `first` on. `answer` is set once, by the thread."""
+    """A question under way. `hashes` are the prompt's, from block `first` on. It is asked until `deadline_s`; who waits
+    for it waits `patience_s`. `answer` is set by the thread, or by who does not wait any longer."""
 
     request_id: str
     first: int
     hashes: Sequence[bytes]
     asked_s: float
     deadline_s: float
+    patience_s: float = 0.0
     session_id: str = ""
     answer: Answer | None = None
     is_dropped: bool = field(default=False)

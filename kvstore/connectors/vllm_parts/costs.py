@@ -102,6 +102,10 @@ class Costs:
         cut = plan.compared.prefix_cut
         return pinned(question, prefill, self.model, backlog, cut.start, cut.end)
 
+    def are_known(self, tiers: Iterable[TierKind]) -> bool:
+        """Whether loading from all of them was measured."""
+        return all(self.model.load_known(tier) for tier in set(tiers))
+
     def predicted_load_s(self, tiers: Iterable[TierKind], block_bytes: int) -> float:
         counts: dict[TierKind, int] = {}
         for tier in tiers:

@@ -30,8 +30,12 @@ _PINNED_LOOKUP_S, _PINNED_PATIENCE_S = 2.0, 10.0
 _SESSION_LOOKUP_S = 2.0
 # The first token comes within so much of recomputing everything, and a silent load is given up after so much of it.
 _MAX_SLOWDOWN, _MAX_SILENCE = 1.15, 0.1
+# A load may take so many times what was predicted.
+_MAX_LATENESS = 1.5
 # Threads of a busy process are late by so much though all is well.
 _MIN_PATIENCE_S = 0.1
+# A question is asked for so long at least: its request may not have had its turn yet.
+_ASKED_FOR_S = 1.0
 # An answer is of use for so long: a request may wait for room in the KV cache.
 _ANSWER_AGE_S = 5.0
 _MATCH_AGE_S = 0.5
@@ -108,10 +112,12 @@ class Matcher:
     def _ask(self, tracked: Tracked, first: int) -> None:
         now = self._clock()
         hashes = self.hashes(tracked)[first : self.usable(tracked)]
-        wait_s = self._lookup_s(tracked)
+        patience_s = self._lookup_s(tracked)
         session_id = tracked.wishes.session_id if not tracked.num_inquiries else ""
         tracked.num_inquiries += 1
-        tracked.inquiry = Inquiry(tracked.request.request_id, first, hashes, now, now + wait_s, session_id)
+        tracked.waiting_s = None
+        until_s = now + max(patience_s, _ASKED_FOR_S)
+        tracked.inquiry = Inquiry(tracked.request.request_id, first, hashes, now, until_s, patience_s, session_id)
         self._consult.ask(tracked.inquiry)
 
     def _lookup_s(self, tracked: Tracked) -> float:
@@ -136,7 +142,10 @@ class Matcher:
             assert inquiry is not None
         answer = inquiry.answer
         if answer is None:
-            if now < inquiry.deadline_s:
+            if tracked.waiting_s is None:
+                tracked.waiting_s = now
+            # From its turn on: until then it waits for others.
+            if now < tracked.waiting_s + inquiry.patience_s:
                 return None
             inquiry.is_dropped = True
             inquiry.answer = answer = Answer(why="timed_out")
@@ -160,7 +169,9 @@ class Matcher:
         tiers = tiers[: usable - local]
         tracked.local_tokens = local * self._block_tokens
         tracked.why = answer.why
-        self._counters.add("consults", "hit" if tiers else answer.why or "miss")
+        is_first = tracked.match is None
+        if is_first:
+            self._counters.add("consults", "hit" if tiers else answer.why or "miss")
         question = Question(
             tracked.request.num_tokens, self._block_tokens, self._block_bytes, local, tiers, self._gpu_queue_s(tracked)
         )
@@ -172,8 +183,9 @@ class Matcher:
         plan = self._costs.plan(question, self._settings.plan)
         count = plan.start if plan.is_cut else plan.num_blocks
         tracked.plan = "fetch" if count == len(tiers) else "cut" if count else "recompute"
-        self._counters.add("planned_blocks", "load", count)
-        self._counters.add("planned_blocks", "recompute", len(tiers) - count)
+        if is_first:
+            self._counters.add("planned_blocks", "load", count)
+            self._counters.add("planned_blocks", "recompute", len(tiers) - count)
         why = Why.PINNED if self._settings.plan != "auto" else Why.LATENCY if plan.measured else Why.NOT_MEASURED
         decision = decided(
             tracked.request.request_id,
@@ -201,6 +213,10 @@ class Matcher:
         waited_s = self._clock() - tracked.arrival_s
         # The promise counts from the arrival; what was waited for room is nobody's fault, but not forgotten at once.
         patience_s = _MAX_SLOWDOWN * recompute_s - rest_s - min(waited_s, _MAX_LOOKUP_S)
+        if self._costs.are_known(tiers):
+            # What then is still missing is computed, so the wait must not grow to that of computing everything.
+            predicted_s = self._costs.predicted_load_s(tiers, self._block_bytes)
+            patience_s = min(patience_s, _MAX_LATENESS * predicted_s + max(_MIN_PATIENCE_S, _MAX_SILENCE * recompute_s))
         expected_s = self._costs.predicted_load_s(tiers[:1], self._block_bytes)
         silence_s = max(_MIN_PATIENCE_S, _MAX_SILENCE * recompute_s) + expected_s
         return max(_MIN_PATIENCE_S, patience_s), silence_s

@@ -45,15 +45,17 @@ class Match:
 class Tracked:
     """Block numbers count from the prompt's first.
 
-    `next_store` is the first block that has not been offered, `retry_s` when what was left out may be offered again.
-    `outstanding` counts offered blocks of all ranks that are not settled. `served` are loaded tokens, `computed_tokens`
-    those of the prompt that were computed.
+    `waiting_s`: since when the request has had its turn and waits for its inquiry's answer. `next_store` is the first
+    block that has not been offered, `retry_s` when what was left out may be offered again. `outstanding` counts offered
+    blocks of all ranks that are not settled. `served` are loaded tokens, `computed_tokens` those of the prompt that were
+    computed.
     """
 
     request: Request
     wishes: Wishes
     arrival_s: float
     inquiry: Inquiry | None = None
+    waiting_s: float | None = None
     num_inquiries: int = 0
     match: Match | None = None
     may_load: bool = True

@@ -32,7 +32,7 @@ class Rig:
         self.daemons[rank].tier = tier
 
     def ask(self, first: int = 0, session_id: str = "") -> Answer:
-        inquiry = Inquiry("r", first, HASHES[first:], self.clock.now, self.clock.now + 1.0, session_id)
+        inquiry = Inquiry("r", first, HASHES[first:], self.clock.now, self.clock.now + 1.0, 1.0, session_id)
         self.consult.ask(inquiry)
         return self.wait(inquiry)
 

@@ -1,6 +1,8 @@
 """Both sides of the connector under an engine that checks every block it reads: whatever happens, no wrong KV."""
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -342,3 +344,25 @@ def _harm(rig: Rig, engine: FakeEngine, choice: random.Random) -> None:
             rig.daemon.is_away = not rig.daemon.is_away
         case 5:
             engine.drop_prefix_cache()
+
+
+def test_a_daemon_that_says_nothing_delays_a_request_by_its_deadline_from_its_turn_on(rig: Rig) -> None:
+    settings = replace(SETTINGS, deadline_s=0.05)
+    go_on = threading.Event()
+    rig.daemon.before_lookup = lambda: hold_until(go_on)
+    engine = rig.start(settings)
+    request = FakeRequest("a", prompt(50))
+    engine.add(request)
+    began_s = time.monotonic()
+    assert engine.scheduler.match(request, 0) == (None, False)
+    while engine.scheduler.match(request, 0) == (None, False):
+        assert time.monotonic() < began_s + 20
+    assert engine.scheduler.match(request, 0) == (0, False)
+    assert time.monotonic() >= began_s + 0.05
+    go_on.set()
+    engine.run()
+    assert rig.counted()["consults|timed_out"] == 1
+
+
+def hold_until(go_on: threading.Event) -> None:
+    assert go_on.wait(30)
