@@ -132,8 +132,9 @@ class Release(Message, frozen=True, tag=True):
 
 class Damaged(Message, frozen=True, tag=True):
     """These blocks came whole from `source` (a TierKind), as far as the daemon can tell, but are not what an engine had
-    stored: they failed the checksum that it keeps with its blocks. Their copies in RAM and on SSD go, and where they
-    came from S3 that one too, so that they can be stored again. Those in use stay, for their readers to find out."""
+    stored: they failed the checksum that it keeps with its blocks. Their copies in RAM and down to `source` go, so that
+    one further away is asked for the next time, or they can be stored again. Those in use stay, for their readers to
+    find out. Answered by Done."""
 
     keys: bytes
     source: int

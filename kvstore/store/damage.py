@@ -11,12 +11,14 @@ from kvstore.store.catalog import Catalog
 from kvstore.store.link import WorkerLink
 from kvstore.store.room import Room
 
+_SLOW = (TierKind.SSD, TierKind.S3)
+
 
 def drop_damaged(
     catalog: Catalog, room: Room, links: Mapping[TierKind, WorkerLink], keys: bytes, namespace: int, source: TierKind
 ) -> int:
-    """Return how many blocks there were to drop. Those in use stay: other readers may be copying them, and will find
-    the same. The copy on SSD may be the damaged one's, and goes as well; of those in S3 only what came from there."""
+    """Return how many blocks there were to drop, from RAM and every tier down to `source`: a copy further away may be
+    whole, and if it is not, that shows when it is loaded. Blocks in use stay: their readers will find the same."""
     num_dropped = 0
     for block in catalog.find_joined(keys, namespace).tolist():
         if block < 0 or catalog.pinned(block):
@@ -24,7 +26,7 @@ def drop_damaged(
         num_dropped += 1
         # Pinned across the loop: a block whose last copy goes keeps its id until all tiers are through.
         catalog.pin(block)
-        for tier in (TierKind.SSD, TierKind.S3) if source is TierKind.S3 else (TierKind.SSD,):
+        for tier in _SLOW[: int(source) - int(TierKind.RAM)]:
             is_there = tier in links and links[tier].ready and catalog.resident(block, tier)
             if is_there and block not in room.deleting[tier]:
                 room.delete(tier, [block], "corrupt")

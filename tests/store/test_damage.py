@@ -16,7 +16,7 @@ NAMESPACE = namespace()
 MakeRig = Callable[..., Rig]
 
 
-def test_damaged_blocks_go_from_ram_and_ssd_and_can_be_stored_anew(make_rig: MakeRig) -> None:
+def test_blocks_that_came_damaged_from_ram_are_taken_from_ssd_the_next_time(make_rig: MakeRig) -> None:
     rig = make_rig(ssd=memory(TierKind.SSD, 40))
     engine = rig.attach(NAMESPACE)
     keys = Prefix(NAMESPACE, 1, 6).keys
@@ -24,8 +24,21 @@ def test_damaged_blocks_go_from_ram_and_ssd_and_can_be_stored_anew(make_rig: Mak
     rig.settle()
     rig.store.damaged(engine, wire.Damaged(join_keys(keys[2:4]), int(TierKind.RAM)))
     rig.settle()
-    assert len(rig.lookup(engine, keys)) == 2
+    ram, ssd = TierKind.RAM, TierKind.SSD
+    assert rig.lookup(engine, keys) == [ram, ram, ssd, ssd, ram, ram]
     assert rig.stats()["errors"]["corrupt"] == 2
+    rig.check()
+
+
+def test_what_came_damaged_from_ssd_is_nowhere_and_can_be_stored_anew(make_rig: MakeRig) -> None:
+    rig = make_rig(ssd=memory(TierKind.SSD, 40))
+    engine = rig.attach(NAMESPACE)
+    keys = Prefix(NAMESPACE, 1, 6).keys
+    rig.put(engine, NAMESPACE, keys)
+    rig.settle()
+    rig.store.damaged(engine, wire.Damaged(join_keys(keys[2:4]), int(TierKind.SSD)))
+    rig.settle()
+    assert len(rig.lookup(engine, keys)) == 2
     assert rig.put(engine, NAMESPACE, keys[:4])[2:] == [Outcome.OK, Outcome.OK]
     rig.settle()
     assert len(rig.lookup(engine, keys)) == 6

@@ -47,8 +47,8 @@ class Tracked:
 
     `waiting_s`: since when the request has had its turn and waits for its inquiry's answer. `next_store` is the first
     block that has not been offered, `retry_s` when what was left out may be offered again. `outstanding` counts offered
-    blocks of all ranks that are not settled. `served` are loaded tokens, `computed_tokens` those of the prompt that were
-    computed.
+    blocks of all ranks that are not settled. `served` are loaded tokens, `computed_tokens` those of the prompt that
+    were computed.
     """
 
     request: Request
