@@ -115,7 +115,7 @@ def test_a_second_daemon_that_has_only_the_bucket_gives_a_new_engine_the_talks(
     ]
     loaded = [answer.cached_tokens for answer in answers]
     short = sum(got < want for got, want in zip(loaded, wanted, strict=True))
-    figure = f"{sum(loaded)} of {sum(wanted)} tokens, {served >> 20} MiB"
+    figure = f"{sum(loaded)} of {sum(wanted)} tokens, {served >> 20} MiB, {short} talks short"
     report.fact("bucket only", "loaded by a new engine", figure, "all full blocks", short == 0 and served > 0)
     compared = tokens.Comparison()
     compared.add(hall.talks.answers[4][: len(prompts)], answers)
