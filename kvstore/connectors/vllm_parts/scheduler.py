@@ -198,15 +198,15 @@ class Scheduler:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.is_loading = False
-                for tier, blocks in tiers.items():
-                    kind = TierKind(tier)
-                    tracked.served[kind] = tracked.served.get(kind, 0) + blocks * self._block_tokens
+                tracked.loaded = {TierKind(tier): blocks for tier, blocks in tiers.items()}
+                tracked.load_end_s = self._clock()
         for request_id, index in news.failed_from.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 # It would fail again; what is computed instead is offered anew.
                 tracked.may_load = False
                 tracked.why = "failed"
+                tracked.failed_from = index
                 tracked.next_store = min(tracked.next_store, tracked.first_load + index)
 
     def finished(self, request: Request, block_ids: Sequence[int]) -> bool:
@@ -319,7 +319,9 @@ class Scheduler:
         wishes = tracked.wishes
         full = min(num_computed // self._block_tokens, len(tracked.request.block_hashes) // self._per_block)
         hashes = tuple(self._matcher.hashes(tracked)[:full])
-        report = report_of(tracked, self._costs, self._settings.tenant, self._block_tokens, self._clock())
+        report = None
+        if not tracked.is_loading and tracked.request.num_computed_tokens > 0:
+            report = report_of(tracked, self._costs, self._settings.tenant, self._block_tokens, self._clock())
         looked_up = tuple(self._matcher.hashes(tracked)[: self._matcher.usable(tracked)][-1:])
         turn = None
         if wishes.session_id and hashes:

@@ -47,8 +47,9 @@ class Tracked:
 
     `waiting_s`: since when the request has had its turn and waits for its inquiry's answer. `next_store` is the first
     block that has not been offered, `retry_s` when what was left out may be offered again. `outstanding` counts offered
-    blocks of all ranks that are not settled. `served` are loaded tokens, `computed_tokens` those of the prompt that
-    were computed.
+    blocks of all ranks that are not settled. `loaded` counts the blocks that the last load brought, until `load_end_s`;
+    of its blocks those from `failed_from` on are of no use. `computed_tokens` are those of the prompt that were
+    computed.
     """
 
     request: Request
@@ -67,7 +68,9 @@ class Tracked:
     outstanding: int = 0
     first_load: int = 0
     local_tokens: int = 0
-    served: dict[TierKind, int] = field(default_factory=dict)
+    loaded: dict[TierKind, int] = field(default_factory=dict)
+    load_end_s: float | None = None
+    failed_from: int | None = None
     computed_tokens: int = 0
     first_output_s: float | None = None
     plan: str = "prefill"
@@ -79,6 +82,7 @@ class Tracked:
         self.inquiry, self.match, self.num_inquiries = None, None, 0
         self.may_load = True
         self.block_ids = []
+        self.loaded, self.load_end_s, self.failed_from = {}, None, None
 
     def hashes(self, per_block: int) -> Sequence[bytes]:
         """vLLM's hash of each full block of known tokens, of which each spans `per_block` of its hashes."""

@@ -17,6 +17,8 @@ from kvstore.connectors.vllm_parts.settings import LoadMode, Settings
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.worker import Worker
 from kvstore.core.key import engine_keys
+from kvstore.core.outcome import TierKind
+from policies.decision import check
 from tests.support.vllm import (
     BLOCK_TOKENS,
     FakeRequest,
@@ -114,8 +116,13 @@ def test_another_process_loads_every_full_block_and_goes_on_with_the_same_tokens
     second.scheduler.close()
     assert second.outputs == first.outputs
     assert second.external_tokens == 48
-    assert rig.daemon.reports[-1].ram == 48
-    assert rig.daemon.reports[-1].recomputed == 2
+    report = rig.daemon.reports[-1]
+    assert (report.hbm, report.ram, report.recomputed) == (0, 48, 2)
+    assert report.plan == "fetch"
+    assert report.decision is not None
+    assert report.decision.happened is not None
+    check(report.decision)
+    assert report.decision.happened.loaded == {TierKind.RAM: 12}
 
 
 def test_the_daemon_hears_the_tokens_of_its_blocks_where_it_wants_them(rig: Rig, settings: Settings) -> None:
@@ -181,6 +188,14 @@ def test_a_damaged_block_is_computed_again(rig: Rig, settings: Settings) -> None
     engine.add(FakeRequest("a", prompt(50)))
     engine.run()
     assert engine.recomputed >= 28
+    engine.scheduler.close()
+    report = rig.daemon.reports[-1]
+    assert (report.ram, report.recomputed) == (20, 30)
+    assert report.miss == {"partial_block": 2, "failed": 28}
+    assert report.decision is not None
+    assert report.decision.happened is not None
+    check(report.decision)
+    assert (report.decision.happened.usable, report.decision.happened.failed) == (5, 7)
     assert rig.counted()["failed_blocks|corrupt"] == 1
     engine.worker.close()
     assert bytes(rig.daemon.slots[key]).startswith(bytes(kv_of(hashes_of(prompt(50))[5]))), "it was not healed"
