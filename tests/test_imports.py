@@ -55,9 +55,11 @@ INTERNAL = {
         "-tiers.hbm",
     },
     "kvstore.events": {"kvstore.events", "kvstore.core", "kvstore.config", "kvstore.process"},
-    "kvstore.connectors.sglang": {"kvstore.connectors.sglang_parts", "kvstore.core"},
+    "kvstore.connectors.weights": set(),
+    "kvstore.connectors.sglang": {"kvstore.connectors.sglang_parts", "kvstore.connectors.weights", "kvstore.core"},
     "kvstore.connectors.sglang_parts": {
         "kvstore.connectors.sglang_parts",
+        "kvstore.connectors.weights",
         "kvstore.client",
         "kvstore.config",
         "kvstore.core",
@@ -80,6 +82,7 @@ INTERNAL = {
     "kvstore.connectors.vllm": {"kvstore.connectors", "kvstore.core", "kvstore.client"},
     "kvstore.connectors.vllm_parts": {
         "kvstore.connectors.vllm_parts",
+        "kvstore.connectors.weights",
         "kvstore.client",
         "kvstore.config",
         "kvstore.core",

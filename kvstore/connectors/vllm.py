@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -179,6 +178,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             version=vllm_version,
             backends=[each.full_cls_name() for each in _backends(self._vllm_config, groups[0].layer_names)],
             device=device,
+            packing=_packing(self._vllm_config, groups[0].layer_names),
             weights=self._settings.weights or self._weights(),
             tenant=self._settings.tenant,
         )
@@ -278,6 +278,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_guarded(lambda: KvstoreMetadata(Step()))
     def build_connector_meta(self, scheduler_output: Any) -> KvstoreMetadata:
         if self._scheduler is None:
+            self._say_that_no_worker_came()
             return KvstoreMetadata(Step())
         return KvstoreMetadata(self._scheduler.begin_step(scheduler_output))
 
@@ -366,7 +367,23 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _weights(self) -> str:
         model = self._vllm_config.model_config
-        return identity.weights_digest(model, _folder_of(str(model.model), getattr(model, "revision", None)))
+        files = identity.weight_files(model, _in_hub)
+        if not files:
+            _log.warning(
+                "kvstore: no weights of %s lie on this machine, so they are known by name and revision alone: "
+                'set "weights" in kv_connector_extra_config to something else whenever they change',
+                identity.model_name(model),
+            )
+        return identity.weights_digest(model, files)
+
+    def _say_that_no_worker_came(self) -> None:
+        if "handshake" not in self._told:
+            self._told.add("handshake")
+            self._counters.add("faults", "handshake")
+            _log.warning(
+                "kvstore: no worker has said what its blocks are, so nothing is loaded and nothing is stored; the "
+                "workers' logs say why"
+            )
 
 
 def _step(metadata: Any) -> Step:
@@ -393,14 +410,16 @@ def _pages_on(device: str, layers: Sequence[pages.Layer], kv_caches: Mapping[str
     return DevicePages(layers, kv_caches)
 
 
-def _folder_of(model: str, revision: str | None) -> Path | None:
-    """Return the folder with the model's files, in the hub's cache where the model is named."""
-    if os.path.isdir(model):
-        return Path(model)
+def _packing(config: Any, layer_names: Sequence[str]) -> str:
+    """Return how the layers of vLLM's CPU backend pack K and V, which is decided by more than the instruction sets."""
+    layers = config.compilation_config.static_forward_context
+    return " ".join(sorted({str(getattr(layers.get(name), "isa", "")) for name in layer_names}))
+
+
+def _in_hub(name: str, file: str, revision: str | None) -> object:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    return try_to_load_from_cache(name, file, revision=revision)
 
 
 def _device_name() -> str:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from kvstore.connectors import weights as model_weights
 from kvstore.connectors.vllm_parts.pages import Layer
 from kvstore.connectors.vllm_parts.seal import SEAL_BYTES
 from kvstore.core.errors import ConfigError
@@ -23,10 +22,6 @@ from kvstore.core.key import Namespace
 
 # Says how a payload is put together; another order of bytes takes another name.
 _FORMAT = "vllm-1"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-# Weights up to here are read whole: they were read a moment ago. Of more each file gives pieces all over.
-_WHOLE_BYTES = 4 << 30
-_PIECES, _PIECE_BYTES = 128, 1 << 20
 # Where a model came from, not what it is.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 # What vLLM's CPU kernels choose their packing by.
@@ -100,11 +95,13 @@ def namespace_of(
     version: str,
     backends: Iterable[str],
     device: str,
+    packing: str,
     weights: str,
     tenant: str,
 ) -> Namespace:
     """Return the rank's namespace. `weights` is `weights_digest`, `device` names what runs the kernels ("cpu": this
-    machine's instruction sets count)."""
+    machine's instruction sets count), `packing` how the layers themselves say that they pack K and V, "" where they do
+    not."""
     model, cache = config.model_config, config.cache_config
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     layout = {
@@ -114,6 +111,8 @@ def namespace_of(
         "layers": [(layer.name, layer.page_bytes, layer.form) for layer in layers],
         "backends": sorted(backends),
         "device": f"cpu {instruction_sets()}" if device == "cpu" else "gpu",
+        "packing": packing,
+        "load": _loading(config),
         "hash": hash_algorithm(config),
         "speculative": _speculative(config),
         "spec": _kind(spec),
@@ -141,15 +140,20 @@ def block_tokens(kv_cache_config: Any) -> int:
 
 
 def model_name(model: Any) -> str:
-    """Return the model's name; of a folder its last part, since it may be mounted elsewhere in another pod."""
-    name = str(model.model)
-    return Path(name).name if Path(name).is_dir() else name
+    """Return the model's name; of a folder or file its last part, since it may be mounted elsewhere in another pod."""
+    name = _given_name(model)
+    return Path(name).name if Path(name).exists() else name
 
 
-def weights_digest(model: Any, folder: Path | None) -> str:
-    """Say what the weights are: the configuration as vLLM has it, the revision, and the files in `folder`, by their
-    names and contents. A folder of the hub's cache names each file's contents already. `folder` None: name and revision
-    must do."""
+def weight_files(model: Any, in_hub: model_weights.InHub) -> list[Path]:
+    """Return the files of the weights; [] where they are not on this machine."""
+    place = model_weights.place_of(_given_name(model), getattr(model, "revision", None), in_hub)
+    return model_weights.files_of(place)
+
+
+def weights_digest(model: Any, files: Sequence[Path]) -> str:
+    """Say what the weights are: the configuration as vLLM has it, and the files by their names and contents. No files:
+    name and revision must do."""
     text = getattr(model.hf_config, "to_json_string", None)
     configuration = json.loads(text(use_diff=False)) if text is not None else {}
     for field in _INCIDENTAL:
@@ -158,13 +162,10 @@ def weights_digest(model: Any, folder: Path | None) -> str:
         # There the longest context decides which factors are used.
         configuration["max_model_len"] = model.max_model_len
     hasher = hashlib.sha256(json.dumps(configuration, sort_keys=True, default=str).encode())
-    files = [] if folder is None else sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
-    if not files:
-        hasher.update(f"{model.model}@{getattr(model, 'revision', None)}".encode())
-        return hasher.hexdigest()
-    total = sum(path.stat().st_size for path in files)
-    for path in files:
-        hasher.update(path.name.encode() + _contents(path, whole=total <= _WHOLE_BYTES))
+    if files:
+        hasher.update(model_weights.digest_of(files))
+    else:
+        hasher.update(f"{_given_name(model)}@{getattr(model, 'revision', None)}".encode())
     return hasher.hexdigest()
 
 
@@ -183,21 +184,19 @@ def instruction_sets() -> str:
     return " ".join([platform.machine(), *sorted(found)])
 
 
-def _contents(path: Path, *, whole: bool) -> bytes:
-    real = path.resolve()
-    if real.parent.name == "blobs":
-        return real.name.encode()
-    size = path.stat().st_size
-    hasher = xxhash.xxh3_128(size.to_bytes(8, "little"))
-    with path.open("rb") as file:
-        if whole or size <= _PIECES * _PIECE_BYTES:
-            while piece := file.read(_PIECE_BYTES):
-                hasher.update(piece)
-        else:
-            for number in range(_PIECES):
-                file.seek(number * (size - _PIECE_BYTES) // (_PIECES - 1))
-                hasher.update(file.read(_PIECE_BYTES))
-    return hasher.digest()
+def _given_name(model: Any) -> str:
+    # Of weights in a bucket vLLM makes a folder that has everything but them, and remembers what it was given.
+    return str(getattr(model, "model_weights", "") or model.model)
+
+
+def _loading(config: Any) -> str:
+    """Say how the weights are read where that may make others of the same files: random ones, or a file from elsewhere
+    that the loader is told of."""
+    load = getattr(config, "load_config", None)
+    how = str(getattr(load, "load_format", "auto"))
+    if how == "auto":
+        return ""
+    return f"{how} {json.dumps(getattr(load, 'model_loader_extra_config', None), sort_keys=True, default=str)}"
 
 
 def _is_plain(spec: Any) -> bool:

@@ -15,6 +15,7 @@ from kvstore.connectors.vllm_parts.identity import (
     model_name,
     namespace_of,
     refuse_what_cannot_be_right,
+    weight_files,
     weights_digest,
 )
 from kvstore.connectors.vllm_parts.pages import Layer
@@ -44,6 +45,7 @@ def config() -> SimpleNamespace:
         model_config=SimpleNamespace(model="org/model-7b", dtype="torch.bfloat16", quantization=None),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256", calculate_kv_scales=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         speculative_config=None,
     )
 
@@ -58,6 +60,7 @@ def namespace(change: Callable[[SimpleNamespace], object] = lambda _: None, **ch
         "version": "0.32.0",
         "backends": ["CPU_ATTN"],
         "device": "gpu",
+        "packing": "",
         "weights": "digest",
         "tenant": "",
         "layers": LAYERS,
@@ -91,6 +94,16 @@ def _set(path: str, value: object) -> Callable[[SimpleNamespace], None]:
         {"version": "0.33.0"},
         {"backends": ["FLASH_ATTN"]},
         {"device": "cpu"},
+        # vLLM asks the kernel whether AMX may be used, and RISC-V names its vector unit elsewhere: of two machines with
+        # the same flags one may pack as "amx" or "rvv", the other as "vec".
+        {"packing": "amx"},
+        # Random weights are not those of the files beside them.
+        {"change": _set("load_config.load_format", "dummy")},
+        {
+            "change": _set(
+                "load_config", SimpleNamespace(load_format="tensorizer", model_loader_extra_config={"uri": 1})
+            )
+        },
         {"tenant": "t"},
         {"rank": Rank(1, 2)},
         {"rank": Rank(0, 2)},
@@ -120,7 +133,16 @@ def test_ranks_that_hold_the_same_kv_share_a_namespace_and_one_of_them_stores() 
 
 def test_a_block_has_room_for_its_seal() -> None:
     made = namespace_of(
-        config(), cache_config(), LAYERS, Rank(), version="0.32.0", backends=[], device="gpu", weights="", tenant=""
+        config(),
+        cache_config(),
+        LAYERS,
+        Rank(),
+        version="0.32.0",
+        backends=[],
+        device="gpu",
+        packing="",
+        weights="",
+        tenant="",
     )
     assert made.block_bytes == 2 * 4096 + SEAL_BYTES
     assert made.block_tokens == 16
@@ -175,30 +197,45 @@ def model(**fields: object) -> SimpleNamespace:
 
 
 def test_weights_are_known_by_their_bytes_and_the_configuration(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    before = weights_digest(model(rope_theta=1), tmp_path)
-    os.utime(tmp_path / "model.safetensors", (0, 0))
-    assert weights_digest(model(rope_theta=1, _name_or_path="elsewhere"), tmp_path) == before
-    assert weights_digest(model(rope_theta=2), tmp_path) != before
-    (tmp_path / "model.safetensors").write_bytes(b"weighty")
-    assert weights_digest(model(rope_theta=1), tmp_path) != before
-
-
-def test_files_of_the_hubs_cache_are_known_by_their_names_for_contents(tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    blobs.mkdir()
-    snapshot.mkdir(parents=True)
-    (blobs / "digest-1").write_bytes(b"weights")
-    (snapshot / "model.safetensors").symlink_to(blobs / "digest-1")
-    before = weights_digest(model(), snapshot)
-    (blobs / "digest-1").write_bytes(b"not read")
-    assert weights_digest(model(), snapshot) == before
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    before = weights_digest(model(rope_theta=1), [path])
+    os.utime(path, (0, 0))
+    assert weights_digest(model(rope_theta=1, _name_or_path="elsewhere"), [path]) == before
+    assert weights_digest(model(rope_theta=2), [path]) != before
+    path.write_bytes(b"weighty")
+    assert weights_digest(model(rope_theta=1), [path]) != before
 
 
 def test_where_there_are_no_files_name_and_revision_must_do() -> None:
     other = model()
     other.revision = "v2"
-    assert weights_digest(model(), None) != weights_digest(other, None)
+    assert weights_digest(model(), []) != weights_digest(other, [])
+
+
+def test_two_gguf_files_of_one_name_are_two_models(tmp_path: Path) -> None:
+    digests = set()
+    for number in (1, 2):
+        path = tmp_path / str(number) / "x.gguf"
+        path.parent.mkdir()
+        path.write_bytes(bytes([number]) * 100)
+        given = model()
+        given.model = str(path)
+        assert model_name(given) == "x.gguf"
+        digests.add(weights_digest(given, weight_files(given, lambda *_: None)))
+    assert len(digests) == 2
+
+
+def test_weights_in_a_bucket_are_known_by_what_vllm_was_given(tmp_path: Path) -> None:
+    """vLLM puts the other files into a folder of its own, the same for every version of them."""
+    digests = set()
+    for url in ("s3://bucket/one", "s3://bucket/two"):
+        given = model()
+        given.model, given.model_weights = str(tmp_path), url
+        assert weight_files(given, lambda *_: None) == []
+        assert model_name(given) == url
+        digests.add(weights_digest(given, []))
+    assert len(digests) == 2
 
 
 def test_a_folders_place_is_not_the_models_name(tmp_path: Path) -> None:
