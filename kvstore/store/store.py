@@ -7,7 +7,7 @@ framing (daemon.py). One owner thread; a request is answered through `reply`, at
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from kvstore.store.session_requests import SessionRequests
 from kvstore.store.snapshot import error_counts, ram_stats, slow_tier_stats
 from kvstore.store.stats import RequestStats
 from kvstore.store.verification import Verification
+from kvstore.store.writing import Writing
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
 from kvstore.worker import ops
@@ -91,12 +92,14 @@ class Store:
         self._ram_bytes_in = self._ram_bytes_out = 0
         self._demoters: dict[TierKind, Demoter] = {}
         self._catalog = catalog = Catalog(self._on_removed, _CAPACITY)
+        self._admitting = make_admitting(catalog, config, links, clock)
+        self._writing = Writing(catalog, self._demoters, self._admitting, uploads_all=config.s3.write == "all")
         pins = make_pins(catalog, config, ram.usage().capacity_bytes or 0)
         self._room = Room(
             catalog,
             ram,
             links,
-            self._is_awaited,
+            self._writing.is_awaited,
             clock,
             ram_policy=config.ram.policy,
             ssd_policy=config.ssd.policy,
@@ -124,8 +127,7 @@ class Store:
             )
         self.recording: Recording | None = None
         self._announcing: Announcing | None = None
-        self._admitting = make_admitting(catalog, config, links, clock)
-        self._room.on_evicted = self._evicted
+        self._room.on_evicted = self._writing.evicted
         self._session_table = SessionTable(
             catalog,
             ttl_s=config.sessions.ttl_s,
@@ -158,7 +160,7 @@ class Store:
             self._session_table,
             lambda block: self._on_lost(block, TierKind.SSD, Outcome.MISS),
             self._errors.add,
-            lambda: self._write_down(catalog.blocks_only_in_ram()),
+            lambda: self._writing.write_down(catalog.blocks_only_in_ram()),
         )
 
     def announce(self, outlet: Outlet, wall_clock: Callable[[], float] = time.time) -> None:
@@ -184,7 +186,7 @@ class Store:
             self._next_expiry = now + _EXPIRY_EVERY_S
             self.sessions.expire(now)
             self.keeping.expire(now)
-            self._write_down_again()
+            self._writing.write_down_again()
         if now >= self._next_housekeeping or self._room.is_lowering:
             self._room.keep_below(self._config.ram.high_watermark, self._config.ram.low_watermark)
         if now >= self._next_housekeeping:
@@ -300,8 +302,7 @@ class Store:
         is_request = keys != info.root  # else an engine only looks whether we are here
         if is_request:
             self._room.asked(keys, tiers)
-            for admitting in self._admitting.values():
-                admitting.asked(keys, len(tiers))
+            self._writing.asked(keys, len(tiers))
             if self.recording is not None:
                 self.recording.asked(engine.incarnation, info.block_tokens, keys)
         if stopped != Outcome.MISS:
@@ -327,8 +328,7 @@ class Store:
             self._prefetch.late(self._catalog.find_joined(keys, engine.namespace).tolist())
         on_ssd = [block for block in touched if self._catalog.resident(block, TierKind.SSD)]
         self._room.used(TierKind.SSD, on_ssd)
-        for tier, admitting in self._admitting.items():
-            self._write(tier, admitting.used(keys, touched))
+        self._writing.used(keys, touched)
 
     def release(self, engine: Engine, request: wire.Release) -> None:
         self._errors.add("stale_slot", request.stale)
@@ -379,8 +379,7 @@ class Store:
         self._blocks_stored += len(committed)
         self._ram_bytes_in += len(committed) * self._catalog.namespaces[engine.namespace].payload_bytes
         self._room.entered(TierKind.RAM, committed)
-        for tier, admitting in self._admitting.items():
-            self._write(tier, admitting.stored(committed))
+        self._writing.stored(committed)
         return wire.Committed(bytes(outcomes))
 
     def hint(self, engine: Engine, request: wire.Hint) -> None:
@@ -408,8 +407,7 @@ class Store:
         saved = self.sessions.put(request, engine.namespace)
         session = self._session_table.get((request.tenant, request.namespace, saved.id))
         if session is not None:
-            for tier, admitting in self._admitting.items():
-                self._write(tier, admitting.promised(session.blocks))
+            self._writing.promised(session.blocks)
         return saved
 
     # ------------------------------------------------------------ operation
@@ -501,7 +499,7 @@ class Store:
         if self.is_recovered:
             self._review.begin()
         link.record(ops.Recover(link.next_op(), _ALL_RECORDS), self._on_recovered)
-        self._write_down(self._catalog.blocks_only_in_ram())
+        self._writing.write_down(self._catalog.blocks_only_in_ram())
 
     def _on_recovered(self, result: ops.Result) -> None:
         if result.outcome != Outcome.OK:
@@ -514,51 +512,6 @@ class Store:
         for session in sorted(self._session_table, key=lambda session: session.last_turn_s):
             self._room.policies[TierKind.SSD].on_access(session.blocks.tolist())
 
-    def _write_down_again(self) -> None:
-        """Give blocks another chance that the SSD tier refused until nobody tried any more."""
-        demoter = self._demoters.get(TierKind.SSD)
-        if demoter is not None and not len(demoter):
-            self._write_down(self._catalog.blocks_only_in_ram())
-
-    def _is_awaited(self, block: int) -> bool:
-        return any(demoter.holds(block) for demoter in self._demoters.values())
-
-    def _write(self, tier: TierKind, blocks: Sequence[int]) -> None:
-        if tier == TierKind.SSD:
-            self._write_down(blocks)
-        else:
-            self._upload(blocks)
-
-    def _write_down(self, blocks: Iterable[int]) -> None:
-        """What is not refused goes to SSD; without one, sessions bring theirs to the bucket themselves."""
-        demoter = self._demoters.get(TierKind.SSD)
-        if demoter is not None:
-            refused = self._admitting[TierKind.SSD].is_refused
-            for block in blocks:
-                if not refused(block):
-                    demoter.add(block)
-
-    def _evicted(self, tier: TierKind, blocks: Sequence[int]) -> None:
-        if tier in self._admitting:
-            self._admitting[tier].evicted(blocks)
-
-    def _upload(self, blocks: Iterable[int]) -> None:
-        """Where all blocks go to the bucket: these too, and those before them that it lacks, unless there is a gap that
-        nobody could get over."""
-        demoter = self._demoters.get(TierKind.S3)
-        if demoter is None or self._config.s3.write != "all":
-            return
-        for block in blocks:
-            chain: list[int] = []
-            while block >= 0 and not demoter.wants(block) and not self._catalog.resident(block, TierKind.S3):
-                if not self._catalog.residency(block) or len(chain) >= MAX_BLOCKS_PER_STORE:
-                    chain.clear()
-                    break
-                chain.append(block)
-                block = self._catalog.parent(block)
-            for missing in reversed(chain):
-                demoter.add(missing)
-
     def _stored_on_ssd(self, block: int) -> None:
         self._review.saw(block)
 
@@ -566,9 +519,7 @@ class Store:
         self._room.entered(TierKind.RAM, [block])
         if self._catalog.resident(block, TierKind.SSD):
             self._room.used(TierKind.SSD, [block])
-            self._admitting[TierKind.SSD].read(block)
-        else:
-            self._write_down([block])
+        self._writing.loaded(block)
 
     def _on_lost(self, block: int, tier: TierKind, outcome: Outcome) -> None:
         self._errors.add(f"{tier.label}_{'corrupt' if outcome == Outcome.CORRUPT else 'lost'}")
@@ -577,14 +528,11 @@ class Store:
         self._room.lost(block, tier, outcome)
 
     def _on_removed(self, block: int) -> None:
-        for demoter in self._demoters.values():
-            demoter.forget(block)
+        self._writing.ended(block)
         self._borrowed.removed(block)
         if self._announcing is not None:
             self._announcing.ended(block)
         self._room.hints.ended(block)
-        for admitting in self._admitting.values():
-            admitting.ended(block)
 
 
 def _nothing(_: int) -> None:
