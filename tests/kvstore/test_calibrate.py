@@ -31,7 +31,7 @@ LOADS = [
 
 def test_the_profile_has_what_the_measurements_say() -> None:
     found = calibrate._profile(ABOUT, learned(256, STEPS, LOADS))
-    assert found.step == pytest.approx((0.04, 1e-3, 4e-7, 0.01), rel=0.05)
+    assert found.step == pytest.approx((0.04, 1e-3, 4e-7, 0.01, 0.04), rel=0.05)
     assert set(found.loads) == {"ssd"}
     assert found.loads["ssd"] == pytest.approx((0.005, 2e-9), rel=0.05)
     assert (found.source, found.model, found.block_bytes) == ("calibrate", "m", 737_280)
