@@ -110,3 +110,15 @@ def test_a_request_that_is_preempted_later_keeps_the_record_of_its_prompt() -> N
     rig.run()
     assert rig.scheduler.num_preemptions > 0
     assert [first.decision, second.decision] == before
+
+
+def test_a_plan_that_was_asked_for_tells_what_it_was_predicted_to_take() -> None:
+    """`kvstore explain` showed no seconds of it, unless it happened to be one of those that were compared."""
+    rig = Rig(num_pool_blocks=30)
+    request, _ = rig.submit(PROMPT, 2, cached=cached(*[TierKind.S3] * 3), plan=(1, 2))
+    rig.scheduler.next_step()
+    decision = request.decision
+    assert decision is not None and decision.why is Why.PINNED
+    assert (decision.chosen.kind, decision.chosen.start, decision.chosen.end) == (PlanKind.INTERVAL, 1, 2)
+    assert decision.chosen.seconds > decision.chosen.gpu_s > 0
+    assert decision.chosen not in decision.plans
