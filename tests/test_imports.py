@@ -193,7 +193,7 @@ def test_a_module_imports_only_what_its_place_allows(module: str) -> None:
 
 # What is there wherever the engine is, and is no dependency of ours.
 BROUGHT_BY_VLLM = {"huggingface_hub", "torch", "vllm"}
-BROUGHT_BY_SGLANG = {"sglang", "torch"}
+BROUGHT_BY_SGLANG = {"huggingface_hub", "sglang", "torch"}
 # What the extra `plot` brings.
 PLOTS = ("kvstore.commands.replay_plot", "kvstore.commands.calibrate_plot")
 

@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvstore.connectors.sglang_parts.identity import Model, model_of
 from kvstore.connectors.sglang_parts.pages import Pages
 from kvstore.connectors.sglang_parts.settings import Settings, parse
 from kvstore.core.counts import Counts
@@ -92,6 +93,7 @@ class KvstoreStorage(HiCacheStorage):  # type: ignore[misc]
             )
         self._config = storage_config
         self._settings: Settings = parse(storage_config.extra_config)
+        self._model = model_of(self._settings.weights, *_arguments(), "hip" if torch.version.hip else "", _in_hub)
         self._mutex = threading.Lock()
         self._pools: dict[str, _Pool] = {}
         self._failures = Counts()
@@ -261,7 +263,7 @@ class KvstoreStorage(HiCacheStorage):  # type: ignore[misc]
             self._pools[name] = self._open(name, host_pool)
 
     def _open(self, name: str, host_pool: Any) -> _Pool:
-        namespace = namespace_of(self._config, host_pool, name, self._settings, self._era)
+        namespace = namespace_of(self._config, host_pool, name, self._settings, self._model, self._era)
         rank = f"sglang tp{self._config.tp_rank} pp{self._config.pp_rank} {name}"
         dtype = host_pool.get_dummy_flat_data_page().dtype
         return _Pool(host_pool, dtype, Pages(namespace, self._settings, rank))
@@ -289,7 +291,7 @@ class KvstoreStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 def namespace_of(
-    config: HiCacheStorageConfig, host_pool: Any, name: str, settings: Settings, era: str = ""
+    config: HiCacheStorageConfig, host_pool: Any, name: str, settings: Settings, model: Model, era: str = ""
 ) -> Namespace:
     """Everything that SGLang's page hashes do not cover and that pages must agree in.
 
@@ -307,8 +309,8 @@ def namespace_of(
     )
     return Namespace(
         model=config.model_name or "",
-        weights_digest=settings.weights,
-        dtype=str(page.dtype),
+        weights_digest=model.weights,
+        dtype=f"{page.dtype} {model.numbers}",
         kv_layout=" ".join(layout),
         block_tokens=host_pool.page_size,
         block_bytes=page.numel() * page.element_size(),
@@ -321,6 +323,22 @@ def namespace_of(
         pp_size=config.pp_size,
         tenant=settings.tenant,
     )
+
+
+def _arguments() -> tuple[Any, Any]:
+    """Return SGLang's arguments of the model and of speculation; None where it does not show them."""
+    try:
+        from sglang.srt.runtime_context import get_model, get_spec
+
+        return get_model(), get_spec()
+    except (ImportError, ValueError):
+        return None, None
+
+
+def _in_hub(name: str, file: str, revision: str | None) -> object:
+    from huggingface_hub import try_to_load_from_cache
+
+    return try_to_load_from_cache(name, file, revision=revision)
 
 
 def _longest_tail(pages: Pages, keys: list[str], num_pages: int) -> int:

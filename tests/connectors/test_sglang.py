@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
 )
 
 from kvstore.connectors.sglang import KvstoreStorage, namespace_of  # noqa: E402
+from kvstore.connectors.sglang_parts.identity import Model  # noqa: E402
 from kvstore.connectors.sglang_parts.pages import _hash  # noqa: E402
 from kvstore.connectors.sglang_parts.settings import Settings  # noqa: E402
 from kvstore.core.errors import ConfigError  # noqa: E402
@@ -44,6 +45,7 @@ CONFIG = HiCacheStorageConfig(
     is_page_first_layout=False,
     model_name="org/model",
 )
+MODEL = Model("weights", "numbers")
 
 
 def hashes(num_pages: int, seed: str = "prompt") -> list[str]:
@@ -67,7 +69,10 @@ class Ranks:
         self._made: list[KvstoreStorage] = []
 
     def make(self, host_pool: Any, config: HiCacheStorageConfig = CONFIG, **settings: object) -> KvstoreStorage:
-        extra = {"backend_name": "kvstore", "kvstore": {"run_dir": str(self.daemon.run_dir), **settings}}
+        extra = {
+            "backend_name": "kvstore",
+            "kvstore": {"run_dir": str(self.daemon.run_dir), "weights": "w", **settings},
+        }
         storage = KvstoreStorage(dataclasses.replace(config, extra_config=extra), {})
         self._made.append(storage)
         storage.register_mem_pool_host(host_pool)
@@ -143,19 +148,20 @@ def test_pages_may_be_stored_in_any_grouping(ranks: Ranks) -> None:
 )
 def test_what_hashes_do_not_say_keeps_pages_apart(changed: dict[str, Any]) -> None:
     pool = hicache.HostPool()
-    one = namespace_of(CONFIG, pool, "kv", Settings())
-    assert namespace_of(dataclasses.replace(CONFIG, **changed), pool, "kv", Settings()).digest() != one.digest()
+    one = namespace_of(CONFIG, pool, "kv", Settings(), MODEL)
+    assert namespace_of(dataclasses.replace(CONFIG, **changed), pool, "kv", Settings(), MODEL).digest() != one.digest()
 
 
 def test_layouts_page_sizes_pools_tenants_and_weights_keep_pages_apart() -> None:
     pool = hicache.HostPool()
     spaces = [
-        namespace_of(CONFIG, pool, "kv", Settings()),
-        namespace_of(CONFIG, pool, "indexer", Settings()),
-        namespace_of(CONFIG, hicache.HostPool("page_first"), "kv", Settings()),
-        namespace_of(CONFIG, hicache.HostPool(page_size=8), "kv", Settings()),
-        namespace_of(CONFIG, pool, "kv", Settings(tenant="somebody")),
-        namespace_of(CONFIG, pool, "kv", Settings(weights="step 2")),
+        namespace_of(CONFIG, pool, "kv", Settings(), MODEL),
+        namespace_of(CONFIG, pool, "indexer", Settings(), MODEL),
+        namespace_of(CONFIG, hicache.HostPool("page_first"), "kv", Settings(), MODEL),
+        namespace_of(CONFIG, hicache.HostPool(page_size=8), "kv", Settings(), MODEL),
+        namespace_of(CONFIG, pool, "kv", Settings(tenant="somebody"), MODEL),
+        namespace_of(CONFIG, pool, "kv", Settings(), Model("step 2", "numbers")),
+        namespace_of(CONFIG, pool, "kv", Settings(), Model("weights", "others")),
     ]
     assert len({space.digest() for space in spaces}) == len(spaces)
 
@@ -164,7 +170,8 @@ def test_ranks_that_hold_the_same_share_their_pages() -> None:
     pool = hicache.HostPool()
     shared = dataclasses.replace(CONFIG, is_mla_model=True, tp_size=2)
     spaces = {
-        namespace_of(dataclasses.replace(shared, tp_rank=rank), pool, "kv", Settings()).digest() for rank in (0, 1)
+        namespace_of(dataclasses.replace(shared, tp_rank=rank), pool, "kv", Settings(), MODEL).digest()
+        for rank in (0, 1)
     }
     assert len(spaces) == 1
 
@@ -257,6 +264,12 @@ def test_decode_context_parallelism_is_refused_by_name() -> None:
     )
     with pytest.raises(ConfigError, match="decode context parallelism"):
         KvstoreStorage(config, {})
+
+
+def test_weights_that_nobody_names_and_nobody_can_read_are_refused() -> None:
+    """The served name alone told two fine-tunes apart, and it is a name that the user picks."""
+    with pytest.raises(ConfigError, match='set "weights"'):
+        KvstoreStorage(dataclasses.replace(CONFIG, extra_config={}), {})
 
 
 def test_settings_that_are_none_are_refused_at_the_start() -> None:
