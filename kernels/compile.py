@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gather import NUM_WARPS, TILE_LANES, gather_kernel
+from kernels.pages import TILES_PER_PROGRAM, gather_pages_kernel, scatter_pages_kernel
 from kernels.quantize import dequantize_kernel, kernel_constants, quantize_constants, quantize_kernel
 from kernels.quantized import QUANTIZED_DTYPES, QuantizedDtype
 from kernels.scatter import scatter_kernel
@@ -38,6 +39,12 @@ _QUANTIZED: dict[str, dict[str, Any]] = {
     "llama_8b_bf16": {"pool": "*bf16", "tokens": 16, "heads": 8, "group": 32, "groups_per_head": 4, "is_flat": True},
     "smollm2_f32": {"pool": "*fp32", "tokens": 16, "heads": 3, "group": 32, "groups_per_head": 2, "is_flat": True},
     "heads_first_f16": {"pool": "*fp16", "tokens": 16, "heads": 8, "group": 20, "groups_per_head": 4, "is_flat": False},
+}
+# Pages by the widest lane that fits them, and whether they begin at multiples of 16 bytes.
+_PAGED: dict[str, dict[str, Any]] = {
+    "aligned_i64": {"lane": 8, "is_aligned": True},
+    "plain_i64": {"lane": 8, "is_aligned": False},
+    "odd_i8": {"lane": 1, "is_aligned": False},
 }
 _LIMITS = {"*bf16": 3.3895313892515355e38, "*fp32": 3.4028234663852886e38, "*fp16": 65504.0}
 
@@ -58,6 +65,9 @@ def compile_all(architecture: int) -> Iterator[Compiled]:
     for name, kernel in (("gather", gather_kernel), ("scatter", scatter_kernel)):
         for shape_name, shape in _COPIED.items():
             yield _compile_copy(f"{name}_{shape_name}", kernel, shape, architecture)
+    for name, kernel in (("gather_pages", gather_pages_kernel), ("scatter_pages", scatter_pages_kernel)):
+        for shape_name, shape in _PAGED.items():
+            yield _compile_paged(f"{name}_{shape_name}", kernel, shape, architecture)
     for name, kernel in (("quantize", quantize_kernel), ("dequantize", dequantize_kernel)):
         for store_dtype in QUANTIZED_DTYPES:
             for shape_name, shape in _QUANTIZED.items():
@@ -77,6 +87,12 @@ def _compile_copy(name: str, kernel: Any, shape: dict[str, Any], architecture: i
         "TILE": TILE_LANES,
     }
     return _compile(name, kernel, types, constants, architecture, has_aligned_strides=shape["lane"] == 8)
+
+
+def _compile_paged(name: str, kernel: Any, shape: dict[str, Any], architecture: int) -> Compiled:
+    types = {"entries": "*i64", "blocks": "*i64", "rows": _LANE_TYPES[shape["lane"]]}
+    constants = {"IS_ALIGNED": shape["is_aligned"], "TILE": TILE_LANES, "TILES": TILES_PER_PROGRAM}
+    return _compile(name, kernel, types, constants, architecture, has_aligned_strides=shape["is_aligned"])
 
 
 def _compile_quantized(

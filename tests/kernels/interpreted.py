@@ -11,6 +11,7 @@ import torch
 from kernels import reference
 from kernels.gather import gather
 from kernels.layout import widest_lane
+from kernels.pages import PageRun, gather_pages, page_table, scatter_pages
 from kernels.pinned import PinnedMemory
 from kernels.quantize import quantize_gather
 from kernels.quantize_cpu import CpuQuantizer
@@ -90,6 +91,48 @@ def test_shapes_that_do_not_fit_each_other_are_refused(
     if len(pool_shape) == 6 and pool_shape[2] == 2 and payload_shape == (1, 16):
         with pytest.raises(ValueError, match="int64"):
             gather(torch.zeros(pool_shape), torch.zeros(1, 1), torch.zeros(payload_shape))
+
+
+@pytest.mark.parametrize(("page_bytes", "lane"), [((48, 16), 8), ((48, 24), 8), ((12, 8), 4), ((6, 8), 2), ((7, 8), 1)])
+def test_pages_of_any_length_go_to_their_places_in_a_row_and_back(page_bytes: tuple[int, int], lane: int) -> None:
+    memory = torch.randint(0, 256, (1 << 12,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    before = memory.clone()
+    # Two layers beside each other, block by block, with a gap behind each block.
+    stride = sum(page_bytes) + 8 * lane
+    first = memory.data_ptr() + 8 * lane
+    runs = [PageRun(first, stride, page_bytes[0]), PageRun(first + page_bytes[0], stride, page_bytes[1])]
+    table = page_table(runs, memory.device)
+    assert table.lane.itemsize == lane
+    rows = torch.empty(3, sum(page_bytes), dtype=torch.uint8)
+    blocks = torch.tensor([7, 0, 4])
+    gather_pages(table, blocks, rows)
+    for row, block in zip(rows, blocks.tolist(), strict=True):
+        start = 8 * lane + block * stride
+        assert torch.equal(row, memory[start : start + sum(page_bytes)])
+    memory.fill_(93)
+    scatter_pages(rows, blocks, table)
+    expected = torch.full_like(before, 93)
+    for block in blocks.tolist():
+        page = slice(8 * lane + block * stride, 8 * lane + block * stride + sum(page_bytes))
+        expected[page] = before[page]
+    assert torch.equal(memory, expected)
+
+
+def test_rows_and_blocks_that_do_not_fit_the_pages_are_refused() -> None:
+    memory = torch.zeros(256, dtype=torch.uint8)
+    table = page_table([PageRun(memory.data_ptr(), 32, 32)], memory.device)
+    rows, blocks = torch.zeros(2, 32, dtype=torch.uint8), torch.tensor([0, 1])
+    for wrong_blocks, wrong_rows in [
+        (blocks.view(2, 1), rows),
+        (blocks.to(torch.int32), rows),
+        (blocks[:1], rows),
+        (blocks, rows[:, :31]),
+        (blocks, rows.view(torch.int8)),
+        (blocks, torch.zeros(65, dtype=torch.uint8)[1:].view(2, 32)),
+    ]:
+        with pytest.raises(ValueError):
+            gather_pages(table, wrong_blocks, wrong_rows)
+    gather_pages(table, blocks[:0], rows[:0])
 
 
 class _HereAndNow:
