@@ -1,7 +1,7 @@
 """Checks this project on the GPU of this machine, in under three minutes: `make gpu-check`.
 
-    1. the tests that need a GPU: kernels against their oracle, the HBM tier, a step of a model
-    2. bandwidths: gather and scatter against a copy on the device, the HBM tier against a pinned copy
+    1. the tests that need a GPU: kernels against their oracle, the HBM tier, vLLM's blocks, a step of a model
+    2. bandwidths: gather and scatter against a copy on the device, the HBM tier and vLLM's blocks against a pinned copy
     3. the main flow: the demo with its engine on the GPU, every token compared
 
 Ends with 0 if all went well, 1 if not, and 3 where there is no GPU (then nothing was checked).
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,8 @@ _WARM_UP_RUNS = 5
 # Several times the L2 of any GPU, so that no run finds the last one's bytes there.
 _BENCH_BYTES = 1 << 30
 _PAGE_BYTES = 4096
+# As many as the connector copies before it looks around.
+_VLLM_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def _print_bandwidths() -> None:
         print(f"\n{shape.name}: {num_blocks} blocks of {shape.block_bytes / 2**20:.2f} MiB")
         _print_on_device(shape, num_blocks)
         _print_to_host(shape, num_blocks)
+        _print_vllm(shape, max(1, num_blocks // 4))
         torch.cuda.empty_cache()
 
 
@@ -174,7 +177,7 @@ def _print_tier(
     tier: HbmTier, order: list[list[int]], pool_bytes: int, suffix: str, out: "_Rates", into: "_Rates"
 ) -> None:
     """Rates are of the pool's bytes, also where fewer cross the link."""
-    with _slots(tier, len(order)) as slots:
+    with _slots(tier, len(order), tier.payload_bytes) as slots:
 
         def store() -> None:
             for group, slot in zip(order, slots, strict=True):
@@ -188,17 +191,61 @@ def _print_tier(
         _Rates(_host_seconds(load), pool_bytes).show(f"HBM tier, by blocks, to the device{suffix}", into)
 
 
+def _print_vllm(shape: Shape, num_blocks: int) -> None:
+    """The connector's copies of blocks as large, from layers one after another: vLLM's default layout."""
+    from kernels.pages import PageRun, gather_pages, page_table, scatter_pages
+    from kvstore.connectors.vllm_parts.device import DevicePages
+    from kvstore.connectors.vllm_parts.pages import describe_all
+
+    tokens = shape.pool_block_tokens * shape.per_block
+    whole = torch.randn(shape.num_layers, num_blocks, tokens, shape.num_kv_heads, 2 * shape.head_dim, device="cuda").to(
+        shape.dtype
+    )
+    caches = {f"layer.{index}": layer.transpose(1, 2) for index, layer in enumerate(whole)}
+    layers = describe_all(caches, list(caches), num_blocks)
+    table = page_table([PageRun(each.address, each.stride_bytes, each.page_bytes) for each in layers], whole.device)
+    order = torch.randperm(num_blocks)
+    rows = torch.empty(num_blocks, shape.block_bytes, dtype=torch.uint8, device="cuda")
+    blocks = order.cuda()
+    moved_bytes = 2 * rows.nbytes
+    _Rates(_device_seconds(lambda: gather_pages(table, blocks, rows)), moved_bytes).show("gather, vLLM's layers")
+    _Rates(_device_seconds(lambda: scatter_pages(rows, blocks, table)), moved_bytes).show("scatter, vLLM's layers")
+    on_device = DevicePages(layers, caches)
+    on_device.try_out()
+    with _slots(on_device, num_blocks, on_device.body_bytes) as slots:
+        batches = [slice(first, first + _VLLM_BATCH) for first in range(0, num_blocks, _VLLM_BATCH)]
+        ids = order.tolist()
+
+        def store() -> None:
+            mark = on_device.mark()
+            for some in batches:
+                on_device.gather(ids[some], slots[some], mark)
+
+        def load() -> None:
+            for some in batches:
+                on_device.scatter(slots[some], ids[some], None)
+
+        _Rates(_host_seconds(store), whole.nbytes).show(f"vLLM's blocks, {_VLLM_BATCH} at a time, to the host")
+        _Rates(_host_seconds(load), whole.nbytes).show(f"vLLM's blocks, {_VLLM_BATCH} at a time, to the device")
+
+
+class _Pinning(Protocol):
+    def pin(self, address: int, num_bytes: int, goes_on: Callable[[], bool]) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
+
+
 @contextlib.contextmanager
-def _slots(tier: HbmTier, num_blocks: int) -> Iterator[list[memoryview]]:
+def _slots(pinning: _Pinning, num_blocks: int, num_bytes: int) -> Iterator[list[memoryview]]:
     """Yield page-aligned views of mapped, pinned memory, as a region has them."""
-    stride = -(-tier.payload_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    stride = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
     memory = memoryview(mmap.mmap(-1, stride * num_blocks))
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    tier.pin(address, len(memory))
+    pinning.pin(address, len(memory), lambda: True)
     try:
-        yield [memory[i * stride : i * stride + tier.payload_bytes] for i in range(num_blocks)]
+        yield [memory[i * stride : i * stride + num_bytes] for i in range(num_blocks)]
     finally:
-        tier.unpin(address)
+        pinning.unpin(address)
 
 
 def _random_pool(shape: Shape, num_blocks: int) -> torch.Tensor:

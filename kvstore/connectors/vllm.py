@@ -39,6 +39,7 @@ from kvstore.connectors.vllm_parts.orders import News, Step
 from kvstore.connectors.vllm_parts.scheduler import Scheduler
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.worker import Worker
+from kvstore.core.errors import ConfigError
 from kvstore.core.key import Namespace
 from kvstore.core.outcome import TierKind
 
@@ -404,10 +405,14 @@ def _backends(config: Any, layer_names: Sequence[str]) -> Sequence[Any]:
 def _pages_on(device: str, layers: Sequence[pages.Layer], kv_caches: Mapping[str, Any]) -> pages.Pages:
     if device == "cpu":
         return pages.HostPages(layers, kv_caches)
+    if not device.startswith("cuda"):
+        raise ConfigError(f"kvstore cannot copy blocks of a KV cache on {device}: it knows CPUs and CUDA devices")
     # Only here, so that a machine without a GPU needs no triton.
     from kvstore.connectors.vllm_parts.device import DevicePages
 
-    return DevicePages(layers, kv_caches)
+    on_device = DevicePages(layers, kv_caches)
+    on_device.try_out()
+    return on_device
 
 
 def _packing(config: Any, layer_names: Sequence[str]) -> str:

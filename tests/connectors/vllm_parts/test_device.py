@@ -1,71 +1,132 @@
-"""The GPU's copies, run by the kernels' interpreter in a process of its own: shapes, strides and order, not streams."""
+"""The GPU's copies: their bytes in the kernels' interpreter, their order against a CUDA that only takes notes."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-_SCRIPT = """
-import contextlib
-import torch
-from kernels.pinned import PinnedMemory
-from kvstore.connectors.vllm_parts.device import DevicePages
-from kvstore.connectors.vllm_parts.pages import HostPages, describe_all
-
-class Lane:
-    def __init__(self): self.after = []
-    def mark(self): return "mark"
-    def entered(self, after):
-        self.after.append(after)
-        return contextlib.nullcontext()
-
-def check(raw, order, dtype):
-    # [layers, blocks, heads, tokens, content]
-    whole = raw.to(dtype).permute(order)
-    caches = {f"layer.{i}": whole[i] for i in range(whole.shape[0])}
-    layers = describe_all(caches, list(caches), whole.shape[1])
-    lanes = Lane(), Lane()
-    device = DevicePages(layers, caches, lanes, PinnedMemory(), staging_bytes=2 * layers[0].page_bytes * len(layers))
-    host = HostPages(layers, caches)
-    assert device.payload_bytes == host.payload_bytes
-    outs = [memoryview(bytearray(host.body_bytes)) for _ in range(3)]
-    expected = [memoryview(bytearray(host.body_bytes)) for _ in range(3)]
-    device.gather([4, 0, 2], outs, "after the step")
-    host.gather([4, 0, 2], expected, None)
-    assert outs == expected
-    assert lanes[0].after == ["after the step"]
-    before = whole.clone()
-    device.scatter(outs, [1, 3, 0], None)
-    for target, source in ((1, 4), (3, 0), (0, 2)):
-        assert torch.equal(whole[:, target], before[:, source])
-    assert torch.equal(whole[:, 2], before[:, 2]) and torch.equal(whole[:, 4], before[:, 4])
-
-numbers = lambda *shape: torch.arange(torch.Size(shape).numel()).reshape(shape)
-check(numbers(3, 5, 2, 4, 6), (0, 1, 2, 3, 4), torch.float32)
-check(numbers(3, 5, 4, 2, 6), (0, 1, 3, 2, 4), torch.bfloat16)
-check(numbers(5, 3, 2, 4, 6), (1, 0, 2, 3, 4), torch.float32)
-check(numbers(1, 5, 2, 4, 6), (0, 1, 2, 3, 4), torch.float16)
-print("whole")
-"""
+from kvstore.connectors.vllm_parts.device import CudaLane
 
 
-def test_blocks_are_gathered_and_scattered_as_in_host_memory_whatever_the_layout() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+def test_the_copies_pass_in_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=110, check=False
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            str(Path(__file__).with_name("device_interpreted.py")),
+        ],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
-    assert done.stdout.strip() == "whole", done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
 
 
-def test_layers_in_several_buffers_are_refused() -> None:
-    torch = pytest.importorskip("torch")
-    from kvstore.connectors.vllm_parts.device import pool_of
-    from kvstore.connectors.vllm_parts.pages import describe_all
-    from kvstore.core.errors import ConfigError
+class NotedCuda:
+    """As `torch.cuda`: streams and events that note what is asked of them."""
 
-    caches = {"a": torch.zeros(4, 8), "b": torch.zeros(4, 8)}
-    with pytest.raises(ConfigError, match="one distance from each other in one buffer"):
-        pool_of(describe_all(caches, ["a", "b"], 4), caches)
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.computing = NotedStream(self, "compute")
+
+    def Stream(self, device: Any) -> "NotedStream":
+        return NotedStream(self, f"side stream of {device}")
+
+    def Event(self) -> "NotedEvent":
+        return NotedEvent(self)
+
+    def current_stream(self, device: Any) -> "NotedStream":
+        return self.computing
+
+    @contextmanager
+    def stream(self, stream: "NotedStream") -> Iterator[None]:
+        self.log.append(f"onto the {stream.name}")
+        yield
+        self.log.append("back")
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        self.log.append(f"onto {device}")
+        yield
+        self.log.append("back")
+
+
+class NotedStream:
+    def __init__(self, cuda: NotedCuda, name: str) -> None:
+        self._cuda = cuda
+        self.name = name
+
+    def wait_event(self, event: "NotedEvent") -> None:
+        self._cuda.log.append(f"{self.name} waits for the event on {event.where}")
+
+    def synchronize(self) -> None:
+        self._cuda.log.append(f"{self.name} is done")
+
+
+class NotedEvent:
+    def __init__(self, cuda: NotedCuda) -> None:
+        self._cuda = cuda
+        self.where = "nothing"
+
+    def record(self, stream: NotedStream) -> None:
+        self.where = stream.name
+        self._cuda.log.append(f"event on {stream.name}")
+
+
+SIDE = "side stream of cuda:1"
+
+
+def test_what_is_launched_in_a_lane_comes_after_the_mark_and_is_done_when_it_is_left() -> None:
+    cuda = NotedCuda()
+    lane = CudaLane(torch.device("cuda", 1), cuda)
+    mark = lane.mark()
+    with lane.entered(mark):
+        cuda.log.append("copy")
+    assert cuda.log == [
+        "event on compute",
+        f"onto the {SIDE}",
+        f"{SIDE} waits for the event on compute",
+        "copy",
+        f"{SIDE} is done",
+        "back",
+    ]
+
+
+def test_without_a_mark_nothing_is_waited_for() -> None:
+    cuda = NotedCuda()
+    with CudaLane(torch.device("cuda", 1), cuda).entered(None):
+        cuda.log.append("copy")
+    assert cuda.log == [f"onto the {SIDE}", "copy", f"{SIDE} is done", "back"]
+
+
+def test_a_lane_is_waited_for_after_an_error_as_well() -> None:
+    """Else a copy would go on into memory that is given to others by then."""
+    cuda = NotedCuda()
+    lane = CudaLane(torch.device("cuda", 1), cuda)
+    with pytest.raises(ZeroDivisionError), lane.entered(None):
+        raise ZeroDivisionError
+    assert cuda.log[-1] == f"{SIDE} is done"
+    with lane.entered(None):
+        pass
+
+
+def test_a_lane_has_the_device_of_its_rank() -> None:
+    cuda = NotedCuda()
+    with CudaLane(torch.device("cuda", 1), cuda).on_device():
+        pass
+    assert cuda.log == ["onto cuda:1", "back"]
