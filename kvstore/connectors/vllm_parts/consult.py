@@ -1,10 +1,11 @@
-"""The thread that asks the daemon what is cached for a prompt, and tells it of requests that have ended.
+"""The thread that asks the daemon what is cached for a prompt.
 
-    ask ──► session (where its id is new here) ──► lookup in the namespace of every rank ──► answer
-    tell ─► turns of sessions, hints, reports
+    ask ──► lookup in the namespace of every rank ──────────────────────────────► answer
+              └─► session that is new here (teller.py) ──► lookup once more ──────┘
 
 The scheduler asks and goes on; whatever the daemon does, it looks for an answer later and takes none for nothing once
-the deadline has passed. With several ranks a block counts as cached where every rank's part of it is.
+the deadline has passed. With several ranks a block counts as cached where every rank's part of it is. Of a session that
+is new here the bucket may have more than the first lookup finds, which is the answer where nothing more comes in time.
 """
 
 import logging
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from kvstore.client import Client
 from kvstore.connectors.vllm_parts.gate import Gate
 from kvstore.connectors.vllm_parts.stats import Counters
+from kvstore.connectors.vllm_parts.teller import Guests, Teller, Work
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace, engine_keys
 from kvstore.core.outcome import Outcome, TierKind
@@ -25,7 +27,6 @@ _log = logging.getLogger(__name__)
 _IDLE_S = 1.0
 _SCOUT_DEADLINE_S = 0.25
 _MAX_ASKED = 1024
-_MAX_TOLD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Answer:
 @dataclass(eq=False, slots=True)
 class Inquiry:
     """A question under way. `hashes` are the prompt's, from block `first` on. It is asked until `deadline_s`; who waits
-    for it waits `patience_s`. `answer` is set by the thread, or by who does not wait any longer."""
+    for it waits `patience_s`, or `session_patience_s` once there is `early`, what was found before the session was met.
+    `answer` is set by the thread, or by who does not wait any longer."""
 
     request_id: str
     first: int
@@ -61,34 +63,35 @@ class Inquiry:
     asked_s: float
     deadline_s: float
     patience_s: float = 0.0
+    session_patience_s: float = 0.0
     session_id: str = ""
+    early: Answer | None = None
     answer: Answer | None = None
     is_dropped: bool = field(default=False)
 
 
 class Consult:
-    """`greet(shards, session_id, deadline_s)` is called before a lookup for a request with a session, and finds out
-    whether the session is known. All methods but those of the thread return at once."""
+    """All methods but those of the thread return at once."""
 
     def __init__(
         self,
         shards: Callable[[], Sequence[Shard]],
-        greet: Callable[[Sequence[Shard], str, float], None],
+        guests: Guests,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         self._make_shards = shards
         self._shards: Sequence[Shard] = ()
-        self._greet = greet
+        self._guests = guests
         self._counters = counters
         self._clock = clock
         self.gate = Gate("scheduler", clock)
+        self._teller = Teller(guests, self.gate, counters)
         # One lock over all that follows but the thread.
         lock = threading.Lock()
         self._wanted = threading.Condition(lock)
         self._answered = threading.Condition(lock)
         self._asked: deque[Inquiry] = deque()
-        self._told: deque[Callable[[Sequence[Shard]], None]] = deque()
         self._num_open = 0
         self._is_ending = False
         self._thread: threading.Thread | None = None
@@ -111,15 +114,14 @@ class Consult:
             self._asked.append(inquiry)
             self._wanted.notify()
 
-    def tell(self, work: Callable[[Sequence[Shard]], None]) -> None:
-        """Have `work` done on the thread, when nobody asks anything."""
-        if len(self._told) >= _MAX_TOLD:
-            self._counters.add("faults", "told_too_much")
-            return
+    def awaits(self, session_id: str) -> bool:
+        """Whether it is worth waiting until the session was met: it is new here, and others were met in time."""
+        return not self._teller.is_slow and not self._guests.knows(session_id, max(1, len(self._shards)))
+
+    def tell(self, work: Work) -> None:
+        """Have `work` done on a thread that nobody waits for."""
         self._start()
-        with self._wanted:
-            self._told.append(work)
-            self._wanted.notify()
+        self._teller.tell(work)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for an answer, if one is to come: for steps that have nothing else to do."""
@@ -134,6 +136,7 @@ class Consult:
             self._wanted.notify()
         if self._thread is not None:
             self._thread.join(timeout_s)
+        self._teller.close(timeout_s)
 
     # ------------------------------------------------------------ the thread
 
@@ -145,25 +148,21 @@ class Consult:
     def _run(self) -> None:
         try:
             self._shards = self._make_shards()
-            while (work := self._next()) is not None:
-                if isinstance(work, Inquiry):
-                    self._do(work)
-                else:
-                    self._tell(work)
+            self._teller.start([Shard(shard.namespace, shard.client.clone()) for shard in self._shards])
+            while (inquiry := self._next()) is not None:
+                self._do(inquiry)
         finally:
             for shard in self._shards:
                 shard.client.close()
 
-    def _next(self) -> "Inquiry | Callable[[Sequence[Shard]], None] | None":
-        """Return what to do next; None at the end. Those who ask wait, those who tell do not."""
+    def _next(self) -> Inquiry | None:
+        """Return what to ask next; None at the end."""
         while True:
             with self._wanted:
-                if not (self._asked or self._told or self._is_ending):
+                if not (self._asked or self._is_ending):
                     self._wanted.wait(_IDLE_S)
                 if self._asked:
                     return self._asked.popleft()
-                if self._told:
-                    return self._told.popleft()
                 if self._is_ending:
                     return None
             self._scout()
@@ -195,18 +194,36 @@ class Consult:
         except Exception:
             _log.exception("kvstore: a lookup failed")
             self._counters.add("faults", "lookup")
-        finally:
-            self._counters.took("consult", self._clock() - inquiry.asked_s)
-            with self._answered:
+        if not self._waits_for_session(inquiry, answer):
+            self._end(inquiry, answer if answer.asked or inquiry.early is None else inquiry.early)
+
+    def _end(self, inquiry: Inquiry, answer: Answer) -> None:
+        self._counters.took("consult", self._clock() - inquiry.asked_s)
+        with self._answered:
+            # Who no longer waits has taken what there was; only an answer is better.
+            if answer.asked or inquiry.answer is None:
                 inquiry.answer = answer
-                self._num_open -= 1
-                self._answered.notify_all()
+            self._num_open -= 1
+            self._answered.notify_all()
+
+    def _waits_for_session(self, inquiry: Inquiry, answer: Answer) -> bool:
+        """Have the session met, if there may be more of it than was found, and ask again then."""
+        session_id, inquiry.session_id = inquiry.session_id, ""
+        if not session_id or not answer.asked or len(answer.tiers) == len(inquiry.hashes):
+            return False
+        if self._guests.knows(session_id, len(self._shards)):
+            return False
+        inquiry.early = answer
+        return self._teller.greet(session_id, lambda: not inquiry.is_dropped, lambda: self._ask_again(inquiry))
+
+    def _ask_again(self, inquiry: Inquiry) -> None:
+        with self._wanted:
+            self._asked.append(inquiry)
+            self._wanted.notify()
 
     def _find(self, inquiry: Inquiry) -> Answer:
         if inquiry.is_dropped or not self.gate.is_open:
             return Answer(why="unavailable")
-        if inquiry.session_id:
-            self._greet(self._shards, inquiry.session_id, inquiry.deadline_s - self._clock())
         tiers: list[TierKind] | None = None
         why = ""
         for shard in self._shards:
@@ -220,14 +237,3 @@ class Consult:
             tiers = found.tiers if tiers is None else [max(pair) for pair in zip(tiers, found.tiers, strict=False)]
         self.gate.passed()
         return Answer(inquiry.first, tuple(tiers or ()), why, asked=True)
-
-    def _tell(self, work: Callable[[Sequence[Shard]], None]) -> None:
-        if not self.gate.is_open:
-            return
-        try:
-            work(self._shards)
-        except (TierUnavailable, ProtocolError) as error:
-            self.gate.failed(error)
-        except Exception:
-            _log.exception("kvstore: telling of a request that has ended failed")
-            self._counters.add("faults", "tell")

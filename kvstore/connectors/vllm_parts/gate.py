@@ -39,6 +39,11 @@ class Gate:
         """Whether the daemon answered the last time."""
         return bool(self._was_there)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the daemon was asked the last time, and did not answer."""
+        return self._was_there is False
+
     def passed(self) -> None:
         """The daemon has answered."""
         with self._lock:

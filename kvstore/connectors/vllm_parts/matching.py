@@ -26,7 +26,7 @@ _LOOKUP_SHARE = 0.05
 _MIN_LOOKUP_S, _MAX_LOOKUP_S = 0.05, 0.25
 # Who pins the plan to fetching wants the bytes, not the fastest answer.
 _PINNED_LOOKUP_S, _PINNED_PATIENCE_S = 2.0, 10.0
-# A session that is new here may have to be asked of the bucket.
+# A session that is new here may have to be asked of the bucket, for no longer than computing the prompt takes.
 _SESSION_LOOKUP_S = 2.0
 # The first token comes within so much of recomputing everything, and a silent load is given up after so much of it.
 _MAX_SLOWDOWN, _MAX_SILENCE = 1.15, 0.1
@@ -114,21 +114,38 @@ class Matcher:
         hashes = self.hashes(tracked)[first : self.usable(tracked)]
         patience_s = self._lookup_s(tracked)
         session_id = tracked.wishes.session_id if not tracked.num_inquiries else ""
+        session_s = self._session_s(tracked, patience_s) if session_id and self._consult.awaits(session_id) else 0.0
         tracked.num_inquiries += 1
         tracked.waiting_s = None
-        until_s = now + max(patience_s, _ASKED_FOR_S)
-        tracked.inquiry = Inquiry(tracked.request.request_id, first, hashes, now, until_s, patience_s, session_id)
+        until_s = now + max(patience_s, session_s, _ASKED_FOR_S)
+        tracked.inquiry = Inquiry(
+            tracked.request.request_id,
+            first,
+            hashes,
+            now,
+            until_s,
+            patience_s,
+            max(patience_s, session_s),
+            session_id,
+        )
         self._consult.ask(tracked.inquiry)
 
     def _lookup_s(self, tracked: Tracked) -> float:
         if self._settings.plan == "fetch":
             wait_s = _PINNED_LOOKUP_S
-        elif tracked.wishes.session_id and not tracked.num_inquiries:
-            wait_s = _SESSION_LOOKUP_S
+        elif self._consult.gate.is_silent:
+            wait_s = _MIN_LOOKUP_S
         else:
             predicted_s = self._costs.recompute_s(tracked.request.num_tokens, 0)
             share_s = _MAX_LOOKUP_S if predicted_s is None else _LOOKUP_SHARE * predicted_s
             wait_s = min(max(share_s, _MIN_LOOKUP_S), _MAX_LOOKUP_S)
+        return wait_s if self._settings.deadline_s is None else min(wait_s, self._settings.deadline_s)
+
+    def _session_s(self, tracked: Tracked, patience_s: float) -> float:
+        """How long a request waits until its session was met, once it is known what is cached without."""
+        predicted_s = self._costs.recompute_s(tracked.request.num_tokens, 0)
+        wait_s = _SESSION_LOOKUP_S if predicted_s is None else min(predicted_s, _SESSION_LOOKUP_S)
+        wait_s = max(wait_s, patience_s)
         return wait_s if self._settings.deadline_s is None else min(wait_s, self._settings.deadline_s)
 
     def _answer(self, tracked: Tracked, local: int) -> Answer | None:
@@ -145,10 +162,12 @@ class Matcher:
             if tracked.waiting_s is None:
                 tracked.waiting_s = now
             # From its turn on: until then it waits for others.
-            if now < tracked.waiting_s + inquiry.patience_s:
+            early = inquiry.early
+            patience_s = inquiry.patience_s if early is None else inquiry.session_patience_s
+            if now < tracked.waiting_s + patience_s:
                 return None
             inquiry.is_dropped = True
-            inquiry.answer = answer = Answer(why="timed_out")
+            inquiry.answer = answer = early or Answer(why="timed_out")
         end = answer.first + len(answer.tiers)
         is_out_of_reach = local < answer.first or end < local
         self._heard(tracked, answer)

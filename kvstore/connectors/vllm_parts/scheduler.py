@@ -64,7 +64,7 @@ class Scheduler:
         self._counters = counters
         self._clock = clock
         self._sessions = Sessions(settings.tenant, counters, clock)
-        self._consult = Consult(make_shards, self._sessions.greet, counters, clock)
+        self._consult = Consult(make_shards, self._sessions, counters, clock)
         self._matcher = Matcher(
             settings,
             block_tokens,

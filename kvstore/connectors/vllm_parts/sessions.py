@@ -4,7 +4,7 @@ again.
 vLLM speaks of tokens, so a turn is one message without text: the tokens that it added. A prompt that does not go on
 from what the session had (an edited history, a template that drops thoughts) begins its messages anew, same id.
 
-Not thread-safe: the consult thread owns it.
+Not thread-safe: the teller's thread owns it, but for `knows`.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from kvstore.client import Client
 from kvstore.connectors.vllm_parts.consult import Shard
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.wishes import Wishes
-from kvstore.core.errors import ProtocolError
+from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import join_keys
 from kvstore.wire import ChatMessage, ErrorCode, SessionPut, SessionSaved, SessionView
 
@@ -53,6 +53,12 @@ class Sessions:
         self._counters = counters
         self._clock = clock
         self._known: OrderedDict[tuple[bytes, str], _Known] = OrderedDict()
+        # In how many namespaces each is known.
+        self._counts: dict[str, int] = {}
+
+    def knows(self, session_id: str, num_shards: int) -> bool:
+        """Whether the session was asked for, or saved, in the namespaces of all ranks. From any thread."""
+        return self._counts.get(session_id, 0) >= num_shards
 
     def greet(self, shards: Sequence[Shard], session_id: str, deadline_s: float) -> None:
         """Ask for a session that is new here: the daemon finds out what its bucket has of it, blocks included.
@@ -67,7 +73,7 @@ class Sessions:
             # Half of what is left, so that there is time for the lookup.
             wait_s = (until_s - self._clock()) / 2
             if wait_s <= 0:
-                return
+                raise TierUnavailable("the daemon took too long to find sessions")
             view = shard.client.session_get(session_id, self._tenant, wait_s)
             self._remember(digest, session_id, _Known(session_id, 0, (), b"") if view is None else _of(view))
 
@@ -114,10 +120,15 @@ class Sessions:
         return _put_pinned_or_not(shard.client, put), ends
 
     def _remember(self, digest: bytes, session_id: str, known: _Known) -> None:
+        if (digest, session_id) not in self._known:
+            self._counts[session_id] = self._counts.get(session_id, 0) + 1
         self._known[digest, session_id] = known
         self._known.move_to_end((digest, session_id))
         while len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
+            (_, forgotten), _ = self._known.popitem(last=False)
+            self._counts[forgotten] -= 1
+            if not self._counts[forgotten]:
+                del self._counts[forgotten]
 
 
 def tell_hints(shards: Sequence[Shard], wishes: Wishes, hashes: Sequence[bytes], pin_s: float = 3600.0) -> None:

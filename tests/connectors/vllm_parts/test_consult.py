@@ -5,8 +5,10 @@ import pytest
 
 from kvstore.connectors.vllm_parts.consult import Answer, Consult, Inquiry, Shard
 from kvstore.connectors.vllm_parts.stats import Counters
+from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, engine_keys
 from kvstore.core.outcome import TierKind
+from kvstore.wire import ErrorCode
 from tests.support.vllm import Clock, MemoryDaemon, hashes_of, namespace
 
 HASHES = hashes_of(range(40))
@@ -18,12 +20,22 @@ class Rig:
         self.daemons = [MemoryDaemon() for _ in range(ranks)]
         self.spaces = [namespace(rank, ranks) for rank in range(ranks)]
         self.greeted: list[str] = []
-        self.consult = Consult(self._shards, self._greet, Counters(), self.clock)
+        self.counters = Counters()
+        # What a greeting comes upon.
+        self.on_greet: Callable[[], object] = lambda: None
+        self.may_start = threading.Event()
+        self.may_start.set()
+        self.consult = Consult(self._shards, self, self.counters, self.clock)
 
     def _shards(self) -> list[Shard]:
+        hold_until(self.may_start)
         return [Shard(space, daemon.client()) for space, daemon in zip(self.spaces, self.daemons, strict=True)]
 
-    def _greet(self, shards: Sequence[Shard], session_id: str, deadline_s: float) -> None:
+    def knows(self, session_id: str, num_shards: int) -> bool:
+        return session_id in self.greeted
+
+    def greet(self, shards: Sequence[Shard], session_id: str, deadline_s: float) -> None:
+        self.on_greet()
         self.greeted.append(session_id)
 
     def have(self, rank: int, count: int, tier: TierKind = TierKind.RAM) -> None:
@@ -32,7 +44,7 @@ class Rig:
         self.daemons[rank].tier = tier
 
     def ask(self, first: int = 0, session_id: str = "") -> Answer:
-        inquiry = Inquiry("r", first, HASHES[first:], self.clock.now, self.clock.now + 1.0, 1.0, session_id)
+        inquiry = Inquiry("r", first, HASHES[first:], self.clock.now, self.clock.now + 1.0, 1.0, 1.0, session_id)
         self.consult.ask(inquiry)
         return self.wait(inquiry)
 
@@ -97,11 +109,64 @@ def test_a_question_whose_time_is_over_is_not_asked(make: Callable[..., Rig]) ->
     assert rig.daemons[0].lookups == 0
 
 
-def test_who_asks_for_a_session_is_greeted_first(make: Callable[..., Rig]) -> None:
+def test_a_session_that_is_new_is_met_once_and_what_its_bucket_has_counts(make: Callable[..., Rig]) -> None:
     rig = make()
+    rig.on_greet = lambda: rig.have(0, 6, TierKind.S3)
+    assert rig.ask(session_id="chat").tiers == (TierKind.S3,) * 6
     rig.ask(session_id="chat")
-    rig.ask()
     assert rig.greeted == ["chat"]
+
+
+def test_nobody_is_greeted_where_everything_was_found(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.have(0, len(HASHES))
+    assert len(rig.ask(session_id="chat").tiers) == len(HASHES)
+    assert not rig.greeted
+
+
+def test_a_slow_bucket_delays_no_lookup_of_others(make: Callable[..., Rig]) -> None:
+    """One thread did both, and a greeting of a second made every question behind it come too late."""
+    rig = make()
+    rig.have(0, 4)
+    go_on = threading.Event()
+    rig.on_greet = lambda: hold_until(go_on)
+    waiting = Inquiry("r", 0, HASHES, rig.clock.now, rig.clock.now + 1.0, 1.0, 1.0, "chat")
+    rig.consult.ask(waiting)
+    assert len(rig.ask().tiers) == 4
+    assert waiting.answer is None
+    assert waiting.early is not None and len(waiting.early.tiers) == 4
+    go_on.set()
+    assert len(rig.wait(waiting).tiers) == 4
+
+
+@pytest.mark.parametrize(
+    "error", [ProtocolError(ErrorCode.BUSY, "cannot be read now"), TierUnavailable("no answer within 1 s")]
+)
+def test_what_the_bucket_does_takes_away_no_hit(make: Callable[..., Rig], error: Exception) -> None:
+    """With the bucket down the first turn of every session was answered without any lookup."""
+    rig = make()
+    rig.have(0, 4)
+
+    def fail() -> None:
+        raise error
+
+    rig.on_greet = fail
+    assert len(rig.ask(session_id="chat").tiers) == 4
+    assert rig.consult.gate.is_open and rig.consult.gate.is_attached
+    assert rig.consult.awaits("other") is isinstance(error, ProtocolError)
+
+
+def test_what_one_request_tells_shuts_nobody_out(make: Callable[..., Rig]) -> None:
+    rig = make()
+    done = threading.Event()
+
+    def refused(shards: Sequence[Shard]) -> None:
+        raise ProtocolError(ErrorCode.BAD_REQUEST, "ttl is too long")
+
+    rig.consult.tell(refused)
+    rig.consult.tell(lambda shards: done.set())
+    hold_until(done)
+    assert rig.ask().asked
 
 
 def test_everything_that_is_told_at_once_is_done_though_nobody_asks(make: Callable[..., Rig]) -> None:
@@ -124,13 +189,12 @@ def test_what_is_told_before_the_end_is_done_and_a_fault_ends_nothing(make: Call
 
 def test_more_questions_than_may_wait_are_answered_busy(make: Callable[..., Rig]) -> None:
     rig = make()
-    go_on = threading.Event()
-    rig.consult.tell(lambda shards: hold_until(go_on))
+    rig.may_start.clear()
     inquiries = [Inquiry("r", 0, (), 0.0, rig.clock.now + 1) for _ in range(1030)]
     for inquiry in inquiries:
         rig.consult.ask(inquiry)
     assert [each.answer for each in inquiries[1024:]] == [Answer(why="busy")] * 6
-    go_on.set()
+    rig.may_start.set()
 
 
 def hold_until(go_on: threading.Event) -> None:
