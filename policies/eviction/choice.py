@@ -5,8 +5,8 @@ from typing import Final
 
 from policies.base import EvictableView, EvictionPolicy
 from policies.eviction.arc import Arc
+from policies.eviction.best import Best
 from policies.eviction.fifo import Fifo
-from policies.eviction.gittins import Gittins
 from policies.eviction.lfu import Lfu
 from policies.eviction.lru import Lru
 from policies.eviction.s3fifo import S3Fifo
@@ -28,5 +28,5 @@ def make(name: str, view: EvictableView, clock: Callable[[], float]) -> Eviction
         case "arc":
             return Arc(view)
         case "gittins":
-            return Gittins(view, clock)
+            return Best(view, clock)
     raise ValueError(f"there is no eviction policy {name!r}")

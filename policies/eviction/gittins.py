@@ -19,13 +19,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.base import EvictableView, Hint, Ids, Names
 from policies.eviction.expected import Expected, Told
 from policies.eviction.hazards import Hazards
 from policies.eviction.kinds import HINT_KINDS, PLACE_KINDS, SHAPE, TAIL, kind_of, shared_kind, smooth
 from policies.eviction.leafwise import own_tail
-from policies.eviction.lives import Lives
+from policies.eviction.lives import Floats, Lives
 from policies.eviction.open import Open
 from policies.eviction.request import MAX_TURN, Ghost, Request
 from policies.eviction.runs import NONE, Runs
@@ -55,7 +56,7 @@ class Gittins:
         self._lives = Lives()
         self._runs = Runs(view)
         self._num_requests = 0
-        self._last_request = 0
+        self.last_request = 0
         self._seen: dict[int, Ghost] = {}
         self._open: Open[Request] = Open()
         self._expected = Expected()
@@ -162,6 +163,21 @@ class Gittins:
                 return chosen
         return []
 
+    # ------------------------------------------------------------ for best.py
+
+    def lives_at(self, blocks: Ids) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """Return those of the blocks that are in the tier, and the life that each is in."""
+        ids = blocks[self._runs.known(blocks)]
+        return ids, self._runs.life[self._runs.at[ids]]
+
+    def worth(self, lives: Sequence[int]) -> Floats:
+        """`Hazards.worth` now."""
+        return self._hazards.worth(self._lives, lives, self._clock())
+
+    def by_last_use(self) -> tuple[list[int], list[int]]:
+        """`Runs.by_last_use`."""
+        return self._runs.by_last_use()
+
     # ------------------------------------------------------------ private
 
     def _ordered(self, leaves: Ids, now_s: float) -> tuple[list[int], list[float]]:
@@ -181,8 +197,8 @@ class Gittins:
         return index * float(_PRIORITY_FACTOR ** int(runs.priority[run]))
 
     def _new_request(self) -> Request:
-        self._last_request += 1
-        return Request(self._last_request)
+        self.last_request += 1
+        return Request(self.last_request)
 
     def _use(self, request: Request, path: list[int], ends: list[int], ids: Ids, now_s: float) -> None:
         """These whole runs of a prefix were used again, as the next piece of the request, or its first."""

@@ -70,6 +70,14 @@ class Hazards:
         """`index` for one block."""
         return float(self._index[kind, _bin(age_s)])
 
+    def worth(self, lives: Lives, numbers: Sequence[int], now_s: float) -> Floats:
+        """Return `index` for blocks that are in these lives; -1 where that began too long ago to be remembered."""
+        which = np.array(numbers)
+        places = which % MAX_LIVES
+        values = self.index(lives.kinds[places], now_s - lives.began_s[places])
+        values[which < lives.end - MAX_LIVES] = -1.0
+        return values
+
     def learn(self, lives: Lives, now_s: float) -> None:
         """Bring the index up to date: some milliseconds."""
         self._count(lives, now_s)

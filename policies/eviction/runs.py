@@ -234,6 +234,18 @@ class Runs:
                             self.leaves.add(over)
             start = end
 
+    def by_last_use(self) -> tuple[list[int], list[int]]:
+        """Return all blocks, what was used last first, and those among them that were used again."""
+        numbers = self.length.nonzero()[0]
+        latest: list[int] = []
+        again: list[int] = []
+        for run in numbers[np.argsort(self.used_s[numbers], kind="stable")].tolist():
+            blocks = self.blocks(run, int(self.length[run]))
+            latest += blocks
+            if self.is_shared[run] or self.turn[run] > 1:
+                again += blocks
+        return latest[::-1], again[::-1]
+
     def grow(self, rows: int) -> None:
         """Have room for blocks below `rows`."""
         old = len(self.at)

@@ -1,0 +1,99 @@
+"""Compares orders of eviction in small caches that hold a sample of the names, and says which would hit most.
+
+Of all blocks those are sampled whose name has a certain hash (Waldspurger et al., Efficient MRC construction with
+SHARDS, FAST 2015): so few that a cache of their share of the tier holds at most MAX_SHADOW of them.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.base import Names
+from policies.eviction.shadows import Shadow
+
+MAX_SHADOW: Final = 2_048
+_MIX: Final = 0x9E3779B97F4A7C15
+_WORD: Final = (1 << 64) - 1
+_JUDGE_EVERY: Final = 32  # requests
+# What is older than some 64 judgements counts for little.
+_FADE: Final = 1 - 1 / 64
+# Another is followed when it hit more by so many standard errors, and by so much of all blocks. To follow the wrong one
+# of two that are as close as this costs little. In trials 2.5 and 0.003 were up to 0.5 points worse on made-up loads of
+# popular prompts, and with 1.5 and 0.001 the wrong one was followed on a Mooncake trace (synthetic, 3%): 0.7 points.
+_CLEARLY: Final = 2.0
+_WORTH: Final = 0.002
+
+
+class Judge:
+    """The first is the best until another is clearly better."""
+
+    def __init__(self, shadows: Sequence[Shadow]) -> None:
+        self.best = 0
+        self._shadows = shadows
+        self._bits = 0  # one name in 2 ** _bits is sampled
+        # Of the request that is under way.
+        self._hits = [0] * len(shadows)
+        self._num_used = 0
+        # What each hit more than the best, the same squared by request, and the blocks asked for; they fade.
+        self._more = np.zeros(len(shadows))
+        self._squares = np.zeros(len(shadows))
+        self._asked = 0.0
+        self._num_requests = 0
+
+    def saw(self, names: Names, lives: npt.NDArray[np.int64]) -> None:
+        """A request used blocks of these names, in prefix order, which began these lives (lives.py)."""
+        while len(names) >> self._bits > MAX_SHADOW:
+            self._halve()
+        if self._bits:
+            is_sampled = (names * np.uint64(_MIX)) >> np.uint64(64 - self._bits) == 0
+            names, lives = names[is_sampled], lives[is_sampled]
+        if not len(names):
+            return
+        # From the tail on, so that the head is what was used last.
+        used = list(zip(names[::-1].tolist(), lives[::-1].tolist(), strict=True))
+        for at, shadow in enumerate(self._shadows):
+            use = shadow.use
+            self._hits[at] += sum([use(name, life) for name, life in used])
+        self._num_used += len(used)
+
+    def request_ends(self, capacity_blocks: int) -> None:
+        """The tier has room for so many blocks; 0: that is not known yet."""
+        while (capacity_blocks >> self._bits if capacity_blocks else len(self._shadows[0])) > MAX_SHADOW:
+            self._halve()
+        if capacity_blocks:
+            for shadow in self._shadows:
+                shadow.keep(max(1, capacity_blocks >> self._bits))
+        if not self._num_used:
+            return
+        more = np.array(self._hits, dtype=np.float64)
+        more -= more[self.best]
+        self._more += more
+        self._squares += more * more
+        self._asked += self._num_used
+        self._hits = [0] * len(self._shadows)
+        self._num_used = 0
+        self._num_requests += 1
+        if self._num_requests % _JUDGE_EVERY == 0:
+            self._judge()
+
+    # ------------------------------------------------------------ private
+
+    def _judge(self) -> None:
+        best = int(self._more.argmax())
+        more = float(self._more[best])
+        if more > _CLEARLY * float(self._squares[best]) ** 0.5 and more > _WORTH * self._asked:
+            # From now on they are compared with this one.
+            self.best = best
+            self._more[:] = 0
+            self._squares[:] = 0
+            self._asked = 0.0
+        self._more *= _FADE
+        self._squares *= _FADE
+        self._asked *= _FADE
+
+    def _halve(self) -> None:
+        self._bits += 1
+        for shadow in self._shadows:
+            shadow.only(lambda name: (name * _MIX & _WORD) >> (64 - self._bits) == 0)
