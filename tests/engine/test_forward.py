@@ -88,6 +88,21 @@ def test_a_prefix_copied_to_other_pool_blocks_continues_the_same(model: Model, p
     assert torch.equal(expected, again)
 
 
+def test_what_is_cached_of_a_layer_is_read_only_after_it_was_waited_for(model: Model, pool: torch.Tensor) -> None:
+    tokens, (table,) = _tokens(30), _tables(1)
+    prefix = list(table[:6])
+    model.forward([SequenceSlice(tokens[:24], 0, table)], pool)
+    expected = model.forward([SequenceSlice(tokens[24:], 24, table)], pool)
+    kept = pool.clone()
+    pool[prefix] = float("nan")
+
+    def arrive(layer: int) -> None:
+        pool[prefix, layer] = kept[prefix, layer]
+
+    again = model.forward([SequenceSlice(tokens[24:], 24, table, True, arrive)], pool)
+    assert torch.equal(expected, again)
+
+
 def test_two_sequences_may_read_the_same_blocks_of_a_shared_prefix(model: Model, pool: torch.Tensor) -> None:
     shared = _tokens(16)
     tails = [_tokens(5, seed=5), _tokens(9, seed=6)]

@@ -256,32 +256,42 @@ def test_nothing_is_begun_early_where_a_block_has_failed_already() -> None:
 
 
 class SlowHbm(HbmTier):
-    """Copies no layer before a step waits for it: both certainly overlap. `broken`: only the first layers come."""
+    """Copies no layer before a step has come to it: both certainly overlap, and the step must wait. `broken`: only the
+    first layers come."""
 
-    begun: threading.Event
+    reached: list[threading.Event]
     broken = False
 
     def scatter_layers(
         self, payloads: Sequence[memoryview], groups: Sequence[Sequence[int]], first: int, end: int
     ) -> None:
-        self.begun.wait(10)
+        self.reached[first].wait(10)
         if first and self.broken:
             raise RuntimeError("the device refuses")
         super().scatter_layers(payloads, groups, first, end)
 
 
 class Watched:
-    """A model that says when it computes behind a copy."""
+    """A model that says which layers it has come to behind a copy."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self.spec, self.tokenizer = model.spec, model.tokenizer
-        self.begun = threading.Event()
+        self.reached = [threading.Event() for _ in range(model.spec.num_layers)]
 
     def forward(self, slices: Sequence[SequenceSlice], pool: torch.Tensor) -> torch.Tensor:
-        if any(piece.before_layer is not None for piece in slices):
-            self.begun.set()
-        return self._model.forward(slices, pool)
+        return self._model.forward([self._telling(piece) for piece in slices], pool)
+
+    def _telling(self, piece: SequenceSlice) -> SequenceSlice:
+        wait = piece.before_layer
+        if wait is None:
+            return piece
+
+        def tell(layer: int) -> None:
+            self.reached[layer].set()
+            wait(layer)
+
+        return replace(piece, before_layer=tell)
 
 
 class Rig3:
@@ -330,7 +340,7 @@ def engine_of(model: Model, **options: object) -> Iterator[Rig3]:
     pool = make_pool(model.spec, 64, 4, "cpu")
     hbm = SlowHbm(pool, 4)
     watched = Watched(model)
-    hbm.begun = watched.begun
+    hbm.reached = watched.reached
     store = FakeStore(block_bytes=hbm.payload_bytes)
     wanted = EngineOptions(block_tokens=4, pool_block_tokens=4, chunk_tokens=32, layer_overlap="on")
     engine = Engine(
@@ -373,6 +383,6 @@ def test_off_copies_blocks_whole_and_quantised_ones_cannot_be_divided(model: Mod
         first = rig.ask(prompt)
         rig.forget(5)
         assert rig.ask(prompt, "fetch") == first
-        assert not rig.hbm.begun.is_set()
+        assert not rig.hbm.reached[0].is_set()
     with pytest.raises(ConfigError, match="int8"), engine_of(model, kv_store_dtype="int8"):
         pass
