@@ -33,7 +33,7 @@ _MAX_SLOWDOWN, _MAX_SILENCE = 1.15, 0.1
 # A load may take so many times what was predicted.
 _MAX_LATENESS = 1.5
 # Threads of a busy process are late by so much though all is well.
-_MIN_PATIENCE_S = 0.1
+_MIN_PATIENCE_S = 0.25
 # A question is asked for so long at least: its request may not have had its turn yet.
 _ASKED_FOR_S = 1.0
 # An answer is of use for so long: a request may wait for room in the KV cache.
