@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from kvstore.core.errors import ConfigError
 from tests.connectors import vllm_names
 
 
@@ -22,3 +23,9 @@ def test_an_engine_whose_workers_never_came_says_once_that_nothing_is_cached(
         assert connector.get_kv_connector_stats().data["counts"] == {"faults|handshake": 1}
     finally:
         connector.shutdown()
+
+
+def test_a_device_that_blocks_cannot_be_copied_from_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = vllm_names.stand_in(monkeypatch)
+    with pytest.raises(ConfigError, match="on xpu:0"):
+        module._pages_on("xpu:0", [], {})
