@@ -10,6 +10,7 @@ is new here the bucket may have more than the first lookup finds, which is the a
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,12 +132,13 @@ class Consult:
 
     def close(self, timeout_s: float) -> None:
         """Finish what was asked and told, in time, and end. Idempotent."""
+        until_s = time.monotonic() + timeout_s
         with self._wanted:
             self._is_ending = True
             self._wanted.notify()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        self._teller.close(timeout_s)
+        self._teller.close(max(0.0, until_s - time.monotonic()))
 
     # ------------------------------------------------------------ the thread
 
