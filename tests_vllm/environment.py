@@ -69,15 +69,21 @@ def prepare() -> Environment:
 
 
 def _make(folder: Path) -> None:
-    """Make the environment unless it was made from the same requirements."""
-    stamp = folder / "made-from"
-    made_from = _REQUIREMENTS.read_bytes() + (ROOT / "pyproject.toml").read_bytes() + sys.version.encode()
-    digest = hashlib.sha256(made_from).hexdigest()
-    if stamp.exists() and stamp.read_text() == digest:
-        return
-    print(f"installing vLLM into {folder.relative_to(ROOT)}: 2.5 GB, some minutes ...", file=sys.stderr, flush=True)
-    venv.create(folder, clear=True, with_pip=True)
+    """Make the environment unless it was made from the same requirements, and see to it that this tree is in it."""
     pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "-r", _REQUIREMENTS], check=True, stdout=sys.stderr)
-    subprocess.run([*pip, "--editable", ROOT], check=True, stdout=sys.stderr)
-    stamp.write_text(digest)
+    if _is_outdated(stamp := folder / "made-from", digest := _digest(_REQUIREMENTS)):
+        print(f"installing vLLM into {folder.relative_to(ROOT)}: 2.5 GB, some minutes ...", file=sys.stderr, flush=True)
+        venv.create(folder, clear=True, with_pip=True)
+        subprocess.run([*pip, "-r", _REQUIREMENTS], check=True, stdout=sys.stderr)
+        stamp.write_text(digest)
+    if _is_outdated(stamp := folder / "tree-from", digest := _digest(ROOT / "pyproject.toml", ROOT / "setup.py")):
+        subprocess.run([*pip, "--editable", ROOT], check=True, stdout=sys.stderr)
+        stamp.write_text(digest)
+
+
+def _is_outdated(stamp: Path, digest: str) -> bool:
+    return not stamp.exists() or stamp.read_text() != digest
+
+
+def _digest(*files: Path) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files) + sys.version.encode()).hexdigest()

@@ -29,7 +29,10 @@ DEVICE_BLOCKS = 48
 # Bytes of one token's KV: 30 layers, K and V, 3 heads of 64 numbers of 4 bytes.
 TOKEN_BYTES = 46_080
 PRIMARY_BYTES = 48 * BLOCK_TOKENS * TOKEN_BYTES
-ROUNDS = 10
+# More where the median is close to what is asked, since a round scatters by some percent on a machine that others use.
+ROUNDS, MOST_ROUNDS = 10, 24
+CLOSE = 0.02
+LEAST_KEPT = 0.97
 ROUND_PROMPTS = 4
 ROUND_TOKENS = 129
 _STILL_S = 0.15
@@ -124,7 +127,9 @@ def test_later_turns_begin_in_a_third_of_the_time_and_from_ssd_no_later_than_wit
 def test_no_more_than_three_percent_of_throughput_is_lost_where_nothing_ever_hits(race: Race, report: Report) -> None:
     """Each round goes there and back, so that a machine that gets slower or faster meanwhile favours nobody."""
     ratios, seconds = [], {"alone": 0.0, "sidecar": 0.0}
-    for number in range(ROUNDS + 1):
+    for number in range(MOST_ROUNDS + 1):
+        if len(ratios) >= ROUNDS and abs(median(ratios) - LEAST_KEPT) > CLOSE:
+            break
         taken_s = {"alone": 0.0, "sidecar": 0.0}
         order = ("alone", "sidecar", "sidecar", "alone") if number % 2 else ("sidecar", "alone", "alone", "sidecar")
         for place, name in enumerate(order):
@@ -142,12 +147,12 @@ def test_no_more_than_three_percent_of_throughput_is_lost_where_nothing_ever_hit
             ratios.append(taken_s["alone"] / taken_s["sidecar"])
             seconds = {name: seconds[name] + taken_s[name] for name in seconds}
     kept = median(ratios)
-    num_tokens = 2 * ROUNDS * ROUND_PROMPTS * (ROUND_TOKENS + 16)
+    num_tokens = 2 * len(ratios) * ROUND_PROMPTS * (ROUND_TOKENS + 16)
     figure = (
         f"{num_tokens / seconds['sidecar']:.0f} of {num_tokens / seconds['alone']:.0f} tokens/s: {kept:.3f}"
-        f" ({min(ratios):.3f} to {max(ratios):.3f} in {ROUNDS} rounds of four)"
+        f" ({min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds of four)"
     )
-    report.fact("SmolLM2", "throughput without hits", figure, "0.97", kept >= 0.97)
+    report.fact("SmolLM2", "throughput without hits", figure, str(LEAST_KEPT), kept >= LEAST_KEPT)
 
 
 def ttft_s(name: str, turns: list[dict[str, list[Answer]]]) -> list[float]:

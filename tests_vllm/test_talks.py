@@ -114,9 +114,11 @@ def test_a_second_daemon_that_has_only_the_bucket_gives_a_new_engine_the_talks(
         for prompt in hall.talks.prompts[3][: len(prompts)]
     ]
     loaded = [answer.cached_tokens for answer in answers]
-    short = sum(got < want for got, want in zip(loaded, wanted, strict=True))
-    figure = f"{sum(loaded)} of {sum(wanted)} tokens, {served >> 20} MiB, {short} talks short"
-    report.fact("bucket only", "loaded by a new engine", figure, "all full blocks", short == 0 and served > 0)
+    short = {
+        talk: f"{got} of {want}" for talk, (got, want) in enumerate(zip(loaded, wanted, strict=True)) if got < want
+    }
+    figure = f"{sum(loaded)} of {sum(wanted)} tokens, {served >> 20} MiB, short: {short or 'none'}"
+    report.fact("bucket only", "loaded by a new engine", figure, "all full blocks", not short and served > 0)
     compared = tokens.Comparison()
     compared.add(hall.talks.answers[4][: len(prompts)], answers)
     report.tokens("bucket only", "turn 5, other daemon and engine", compared)
