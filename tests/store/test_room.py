@@ -7,8 +7,8 @@ import pytest
 
 from kvstore.config import RamConfig, SsdConfig
 from kvstore.core.outcome import Outcome, TierKind
+from policies.eviction.best import Best
 from policies.eviction.choice import NAMES
-from policies.eviction.gittins import Gittins
 from tests.store.test_stress import User
 from tests.support.chats import Prefix, namespace
 from tests.support.rig import Rig, memory
@@ -123,7 +123,8 @@ def test_a_prompt_that_an_engine_stores_in_pieces_is_one_request(make_rig: MakeR
         rig.put(other, NAMESPACE, others[: start + 8], start)
         rig.clock.now += 1.0
     policy = rig.store._room.policies[TierKind.RAM]
-    assert isinstance(policy, Gittins)
-    assert policy._lives.end == 4, "of each prompt one for its last block and one for all before it"
-    assert set(policy._runs.turn[policy._runs.at[policy._runs.at >= 0]].tolist()) == {1}
+    assert isinstance(policy, Best)
+    own = policy._own
+    assert own._lives.end == 4, "of each prompt one for its last block and one for all before it"
+    assert set(own._runs.turn[own._runs.at[own._runs.at >= 0]].tolist()) == {1}
     rig.check()
