@@ -1,7 +1,8 @@
 """When to speak to a daemon that refuses us: not at all for a while, then again by itself.
 
 A daemon that is away costs nothing to ask for (its lock is looked at), and is asked for each time. One that refuses the
-attachment, such as another version's, is left alone for longer and longer.
+attachment, such as another version's, is left alone for longer and longer. One that refuses a single request is not:
+what one client asks for must shut nobody else out.
 """
 
 import logging
@@ -14,6 +15,8 @@ from kvstore.wire import ErrorCode
 _log = logging.getLogger(__name__)
 
 _FIRST_S, _MOST_S = 0.5, 30.0
+# Nothing can be asked of such a daemon.
+_NEVER_UNDERSTOOD = frozenset({ErrorCode.VERSION, ErrorCode.MALFORMED})
 # What concerns one request and says nothing about the next.
 _HARMLESS = frozenset({ErrorCode.BUSY, ErrorCode.NOT_FOUND, ErrorCode.STALE_EPOCH, ErrorCode.NOT_ATTACHED})
 
@@ -54,7 +57,7 @@ class Gate:
 
     def failed(self, error: TierUnavailable | ProtocolError) -> None:
         """It has not, or refused."""
-        is_refusal = isinstance(error, ProtocolError) and error.code not in _HARMLESS
+        is_refusal = isinstance(error, ProtocolError) and self._shuts(error)
         if isinstance(error, ProtocolError) and not is_refusal:
             return
         with self._lock:
@@ -64,3 +67,9 @@ class Gate:
             was_there, self._was_there = self._was_there, False
         if was_there is not False:
             _log.warning("kvstore: the %s goes on without the daemon, and tries again: %s", self._who, error)
+
+    def _shuts(self, error: ProtocolError) -> bool:
+        if error.code in _NEVER_UNDERSTOOD:
+            return True
+        # Once it has answered us all else is about the one request; before, it may be the attachment that is refused.
+        return error.code not in _HARMLESS and not self._was_there

@@ -7,7 +7,8 @@ from typing import Any
 
 _MAX_ID_CHARS = 200
 _MAX_PRIORITY = 2
-_MAX_TTL_S = 1e10
+# As the daemon has it: it refuses more.
+_MAX_TTL_S = 366 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ def read(params: object) -> tuple[Wishes, list[str]]:
             values["priority"] = raw
         else:
             wrong.append(f"hints.{name}")
+    if values.get("expect_followup") and values.get("end"):
+        # The daemon refuses both at once, with all that came beside them.
+        del values["expect_followup"], values["end"]
+        wrong.append("hints.end")
     return Wishes(**values), wrong
 
 

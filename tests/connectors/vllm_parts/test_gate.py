@@ -1,3 +1,5 @@
+import pytest
+
 from kvstore.connectors.vllm_parts.gate import Gate
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.wire import ErrorCode
@@ -50,3 +52,29 @@ def test_a_refusal_of_one_request_says_nothing_of_the_next() -> None:
     gate.failed(ProtocolError(ErrorCode.BUSY, "no room for a pin"))
     assert gate.is_open
     assert gate.is_attached
+
+
+@pytest.mark.parametrize(
+    "code", [ErrorCode.BAD_REQUEST, ErrorCode.TOO_LONG, ErrorCode.CONFLICT, ErrorCode.INTERNAL, ErrorCode.BUSY]
+)
+def test_what_one_client_asked_for_shuts_nobody_out(code: str) -> None:
+    """A hint that the daemon refused kept the cache off for everybody, for as long as a client sent it."""
+    gate = Gate("test", Clock())
+    gate.passed()
+    gate.failed(ProtocolError(code, "not like this"))
+    assert gate.is_open
+    assert gate.is_attached
+
+
+def test_a_refused_attachment_is_not_asked_for_again_at_once() -> None:
+    gate = Gate("test", Clock())
+    gate.failed(ProtocolError(ErrorCode.BAD_REQUEST, "no such namespace"))
+    assert not gate.is_open
+
+
+@pytest.mark.parametrize("code", [ErrorCode.VERSION, ErrorCode.MALFORMED])
+def test_a_daemon_that_does_not_understand_us_is_left_alone_whatever_it_was_before(code: str) -> None:
+    gate = Gate("test", Clock())
+    gate.passed()
+    gate.failed(ProtocolError(code, "what?"))
+    assert not gate.is_open

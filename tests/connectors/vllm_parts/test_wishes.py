@@ -30,6 +30,8 @@ def test_without_any_of_it_there_are_no_wishes(params: object) -> None:
         ({"session_id": "a\nb"}, "session_id"),
         ({"hints": [1]}, "hints"),
         ({"hints": {"ttl": float("inf")}}, "hints.ttl"),
+        ({"hints": {"ttl": 1e9}}, "hints.ttl"),
+        ({"hints": {"expect_followup": True, "end": True}}, "hints.end"),
         ({"hints": {"priority": 3}}, "hints.priority"),
         ({"hints": {"pin": 1}}, "hints.pin"),
         ({"hints": {"unheard_of": True}}, "hints.unheard_of"),
