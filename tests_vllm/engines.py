@@ -198,7 +198,6 @@ def with_kvstore(run_dir: Path, **extra: Any) -> dict[str, Any]:
         "kv_connector": "KvstoreConnector",
         "kv_connector_module_path": "kvstore.connectors.vllm",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"run_dir": str(run_dir), **extra},
     }
 

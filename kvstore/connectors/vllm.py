@@ -1,7 +1,7 @@
 """vLLM's connector: what vLLM loads and calls, and nothing else; the work is done in `vllm_parts`.
 
     --kv-transfer-config '{"kv_connector": "KvstoreConnector", "kv_connector_module_path": "kvstore.connectors.vllm",
-                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+                           "kv_role": "kv_both"}'
 
 For vLLM 0.32 and 0.33. Every fault inside ends here: it is counted, and vLLM goes on as if nothing were cached.
 """
@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -109,12 +109,11 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._namespace: Namespace | None = None
         self._rank = identity.Rank()
         self._failed_blocks: set[int] = set()
-        if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
-            _log.warning(
-                "kvstore: kv_load_failure_policy is %r, so a request fails whenever a cached block does not come in "
-                'time: set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
-                transfer.kv_load_failure_policy,
-            )
+        if not transfer.is_kv_consumer:
+            # Followed and stored like any other request, but never asked for.
+            self._settings = replace(self._settings, plan="recompute")
+        if role == KVConnectorRole.SCHEDULER:
+            _recompute_what_does_not_come(transfer)
         # vLLM does not always say when a process ends, and what waits to be stored would be lost.
         atexit.register(self.shutdown)
 
@@ -267,7 +266,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is None or not self._kv_transfer_config.is_kv_consumer:
+        if self._scheduler is None:
             return 0, False
         return self._scheduler.match(request, num_computed_tokens)
 
@@ -285,7 +284,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None and self._kv_transfer_config.is_kv_consumer:
+        if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
     @_guarded(lambda: None)
@@ -385,6 +384,17 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "kvstore: no worker has said what its blocks are, so nothing is loaded and nothing is stored; the "
                 "workers' logs say why"
             )
+
+
+def _recompute_what_does_not_come(transfer: Any) -> None:
+    """Set vLLM's policy, which its scheduler reads once it has made the connector: under its default a request fails
+    whenever a cached block was evicted, late or damaged."""
+    if transfer.kv_load_failure_policy != "recompute":
+        _log.info(
+            "kvstore: kv_load_failure_policy is set from %r to 'recompute': blocks that do not come are computed",
+            transfer.kv_load_failure_policy,
+        )
+        transfer.kv_load_failure_policy = "recompute"
 
 
 def _step(metadata: Any) -> Step:

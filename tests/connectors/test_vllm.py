@@ -1,11 +1,14 @@
 """The hooks that vLLM calls, with stand-ins for vLLM's names; `tests_vllm` runs them under vLLM itself."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvstore.core.errors import ConfigError
 from tests.connectors import vllm_names
+from tests.support.vllm import BLOCK_TOKENS, FakeRequest, namespace
 
 
 def test_an_engine_whose_workers_never_came_says_once_that_nothing_is_cached(
@@ -29,3 +32,53 @@ def test_a_device_that_blocks_cannot_be_copied_from_is_refused_by_its_name(monke
     module = vllm_names.stand_in(monkeypatch)
     with pytest.raises(ConfigError, match="on xpu:0"):
         module._pages_on("xpu:0", [], {})
+
+
+def test_one_transfer_config_is_enough_for_blocks_that_do_not_come_to_be_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under vLLM's default each late, evicted or damaged block failed its request. vLLM's scheduler reads the policy
+    once the connector is made."""
+    module = vllm_names.stand_in(monkeypatch)
+    config = vllm_names.config_of(kv_load_failure_policy="fail")
+    module.KvstoreConnector(config, module.KVConnectorRole.SCHEDULER, vllm_names.caches()).shutdown()
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize(("is_producer", "num_stored"), [(True, 2), (False, 0)])
+def test_an_engine_that_only_produces_stores_what_it_computes(
+    monkeypatch: pytest.MonkeyPatch, is_producer: bool, num_stored: int
+) -> None:
+    """Only those that load followed their requests, so a producer stored nothing, ever."""
+    connector = begun(monkeypatch, is_kv_consumer=not is_producer, is_kv_producer=is_producer)
+    try:
+        request = FakeRequest("r", list(range(9)))
+        connector.on_new_request(request)
+        if is_producer:
+            assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        stores = connector.build_connector_meta(first_step(request)).step.stores
+        assert sum(len(order.hashes) for order in stores) == num_stored
+    finally:
+        connector.shutdown()
+
+
+def begun(monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any] | None = None, **transfer: Any) -> Any:
+    """Return a scheduler's connector whose one worker has answered the handshake."""
+    module = vllm_names.stand_in(monkeypatch)
+    config = vllm_names.config_of(
+        kv_connector_extra_config={"run_dir": "/nowhere", "drain_s": 0.1, **(extra or {})}, **transfer
+    )
+    connector = module.KvstoreConnector(config, module.KVConnectorRole.SCHEDULER, vllm_names.caches())
+    connector.set_xfer_handshake_metadata({0: module.KvstoreHandshake(namespace())})
+    return connector
+
+
+def first_step(request: FakeRequest) -> Any:
+    """What vLLM schedules where it computes the whole prompt in one step."""
+    blocks = list(range(1, 2 + request.num_tokens // BLOCK_TOKENS))
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=0)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+        num_scheduled_tokens={request.request_id: request.num_tokens},
+        total_num_scheduled_tokens=request.num_tokens,
+    )
