@@ -70,8 +70,6 @@ class Costs:
             self.model.observe_load(TierKind(tier), num_bytes, seconds)
         for tier, seconds in news.silences:
             self.model.observe_silence(TierKind(tier), seconds)
-        for request_id in news.load_ends:
-            self.load_ended(request_id)
         for number in news.steps:
             self.step_ended(number)
 

@@ -4,8 +4,11 @@ Plain values, since vLLM carries them from one process to another. Blocks are na
 makes the keys of its own namespace from it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+_Tier = TypeVar("_Tier", bound=int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,16 @@ class News:
 
     `settled` counts per request the blocks of its store orders that are done with, stored or not; `unstored` has the
     first depth of a request's blocks that was left out. `loads` are (tier, bytes, seconds) that were measured, and
-    `silences` (tier, seconds). `load_ends` counts per request the loads that are over, with the blocks loaded by tier;
-    `failed_from` has the first block of an order that did not come. `steps` are those that have run the model.
+    `silences` (tier, seconds). `num_ended` counts per request the ranks whose load is over, and `load_ends` has the
+    blocks loaded by tier; `failed_from` has the first block of an order that did not come. `steps` are those that have
+    run the model.
     """
 
     settled: dict[str, int] = field(default_factory=dict)
     unstored: dict[str, int] = field(default_factory=dict)
     loads: list[tuple[int, int, float]] = field(default_factory=list)
     silences: list[tuple[int, float]] = field(default_factory=list)
+    num_ended: dict[str, int] = field(default_factory=dict)
     load_ends: dict[str, dict[int, int]] = field(default_factory=dict)
     failed_from: dict[str, int] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
@@ -84,10 +89,16 @@ class News:
                 self.unstored[request] = min(depth, self.unstored.get(request, depth))
             self.loads += other.loads
             self.silences += other.silences
+            for request, count in other.num_ended.items():
+                self.num_ended[request] = self.num_ended.get(request, 0) + count
             for request, tiers in other.load_ends.items():
-                mine = self.load_ends.setdefault(request, {})
-                for tier, count in tiers.items():
-                    mine[tier] = max(count, mine.get(tier, 0))
+                most_by_tier(self.load_ends.setdefault(request, {}), tiers)
             for request, index in other.failed_from.items():
                 self.failed_from[request] = min(index, self.failed_from.get(request, index))
             self.steps += other.steps
+
+
+def most_by_tier(mine: dict[_Tier, int], others: Mapping[_Tier, int]) -> None:
+    """Take into `mine` what others say of the same load: each rank brings its part of the same blocks."""
+    for tier, count in others.items():
+        mine[tier] = max(count, mine.get(tier, 0))

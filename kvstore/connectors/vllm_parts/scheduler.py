@@ -6,7 +6,7 @@ Nothing here waits for the daemon, but for a moment in steps that have nothing t
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from kvstore.connectors.vllm_parts.consult import Consult, Shard
 from kvstore.connectors.vllm_parts.costs import Costs
 from kvstore.connectors.vllm_parts.matching import Matcher
-from kvstore.connectors.vllm_parts.orders import LoadOrder, News, Step, StoreOrder
+from kvstore.connectors.vllm_parts.orders import LoadOrder, News, Step, StoreOrder, most_by_tier
 from kvstore.connectors.vllm_parts.reports import report_of
 from kvstore.connectors.vllm_parts.sessions import Sessions, Turn, tell_hints
 from kvstore.connectors.vllm_parts.settings import Settings
@@ -125,7 +125,8 @@ class Scheduler:
                 is_async,
             )
         )
-        tracked.is_loading = True
+        tracked.num_loading = self._num_ranks
+        tracked.loaded, tracked.load_end_s, tracked.failed_from = {}, None, None
         tracked.first_load = first
         blocks: dict[TierKind, int] = {}
         for tier in tiers:
@@ -194,12 +195,10 @@ class Scheduler:
             if tracked is not None:
                 tracked.next_store = min(tracked.next_store, depth)
                 tracked.retry_s = self._clock() + _RETRY_STORE_S
-        for request_id, tiers in news.load_ends.items():
+        for request_id, count in news.num_ended.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                tracked.is_loading = False
-                tracked.loaded = {TierKind(tier): blocks for tier, blocks in tiers.items()}
-                tracked.load_end_s = self._clock()
+                self._load_ended(tracked, count, news.load_ends.get(request_id, {}))
         for request_id, index in news.failed_from.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -208,6 +207,15 @@ class Scheduler:
                 tracked.why = "failed"
                 tracked.failed_from = index
                 tracked.next_store = min(tracked.next_store, tracked.first_load + index)
+
+    def _load_ended(self, tracked: Tracked, num_ranks: int, tiers: Mapping[int, int]) -> None:
+        """Only when all ranks have ended it is a load over for vLLM too. Taken for over before, a request that is
+        aborted meanwhile would be freed twice, and blocks would be stored that are still written."""
+        most_by_tier(tracked.loaded, {TierKind(tier): count for tier, count in tiers.items()})
+        tracked.num_loading = max(0, tracked.num_loading - num_ranks)
+        if not tracked.num_loading:
+            tracked.load_end_s = self._clock()
+            self._costs.load_ended(tracked.request.request_id)
 
     def finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """As `request_finished`: whether vLLM is to keep the blocks until the workers say that they are stored."""

@@ -47,9 +47,9 @@ class Tracked:
 
     `waiting_s`: since when the request has had its turn and waits for its inquiry's answer. `next_store` is the first
     block that has not been offered, `retry_s` when what was left out may be offered again. `outstanding` counts offered
-    blocks of all ranks that are not settled. `loaded` counts the blocks that the last load brought, until `load_end_s`;
-    of its blocks those from `failed_from` on are of no use. `computed_tokens` are those of the prompt that were
-    computed.
+    blocks of all ranks that are not settled. `num_loading` ranks have not ended the last load, which until `load_end_s`
+    brought as many blocks as `loaded` counts; of its blocks those from `failed_from` on are of no use.
+    `computed_tokens` are those of the prompt that were computed.
     """
 
     request: Request
@@ -61,7 +61,7 @@ class Tracked:
     match: Match | None = None
     may_load: bool = True
     num_preemptions: int = 0
-    is_loading: bool = False
+    num_loading: int = 0
     block_ids: list[int] = field(default_factory=list)
     next_store: int = 0
     retry_s: float = 0.0
@@ -75,6 +75,10 @@ class Tracked:
     first_output_s: float | None = None
     plan: str = "prefill"
     why: str = ""
+
+    @property
+    def is_loading(self) -> bool:
+        return self.num_loading > 0
 
     def begin_again(self, num_preemptions: int) -> None:
         """vLLM has taken all blocks of the request back, and asks anew."""

@@ -155,13 +155,17 @@ class Worker:
         with self._changed:
             if not step.num_tokens and not self._ended_loads and (self._loading or self._held):
                 self._changed.wait(_IDLE_STEP_S)
-            jobs, self._ended_loads = self._ended_loads, []
+            jobs = self._ended_loads
             for job in jobs:
                 ended.failed_blocks.update(job.failed_blocks())
                 if job.num_missing:
                     ended.failed.add(job.order.request_id)
                 if job.order.is_async:
                     ended.loaded.add(job.order.request_id)
+            # With the news of the same step, not of one before: ours must not think that vLLM has let go already. And
+            # all or nothing, since vLLM waits for each of them.
+            self._news.add([_news_of(job) for job in jobs])
+            self._ended_loads = []
             now = self._clock()
             for request_id, until_s in list(self._held.items()):
                 if not self._storing[request_id] or now >= until_s:
@@ -232,11 +236,8 @@ class Worker:
             self._loading.pop(job.order.request_id, None)
             self._ended_loads.append(job)
             self._news.loads += measured
-            self._news.load_ends[job.order.request_id] = job.by_tier
-            if failed_from is not None:
-                self._news.failed_from[job.order.request_id] = failed_from
-                if why == "silent":
-                    self._news.silences.append((job.order.tiers[failed_from], now - job.queued_s))
+            if failed_from is not None and why == "silent":
+                self._news.silences.append((job.order.tiers[failed_from], now - job.queued_s))
             self._changed.notify_all()
         job.over.set()
 
@@ -320,6 +321,16 @@ def _serve(jobs: "queue.SimpleQueue[_Job | None]", run: Callable[[_Job, Client],
             run(job, client)
     finally:
         client.close()
+
+
+def _news_of(job: LoadJob) -> News:
+    request_id = job.order.request_id
+    failed_from = job.failed_from()
+    return News(
+        num_ended={request_id: 1},
+        load_ends={request_id: job.by_tier},
+        failed_from={} if failed_from is None else {request_id: failed_from},
+    )
 
 
 def _part(order: StoreOrder, start: int) -> StoreOrder:

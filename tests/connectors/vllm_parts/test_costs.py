@@ -54,7 +54,7 @@ def test_loads_of_others_stand_in_front() -> None:
     alone_s = costs.predicted_load_s([TierKind.RAM] * 10, BLOCK_BYTES)
     costs.load_begun("other", {TierKind.RAM: 100})
     behind_s = costs.predicted_load_s([TierKind.RAM] * 10, BLOCK_BYTES)
-    costs.learn(News(load_ends={"other": {}}))
+    costs.load_ended("other")
     assert behind_s > alone_s + 0.05
     assert costs.predicted_load_s([TierKind.RAM] * 10, BLOCK_BYTES) == alone_s
 

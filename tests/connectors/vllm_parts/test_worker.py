@@ -109,6 +109,7 @@ def test_stored_blocks_are_loaded_into_other_places(rig: Rig) -> None:
     ended = rig.until(lambda each: "r" in each.loaded)
     assert ended.failed_blocks == set()
     assert [rig.pages.blocks[31 + i] for i in range(8)] == [kv_of(each) for each in HASHES[:8]]
+    assert rig.news.num_ended == {"r": 1}
     assert rig.news.load_ends == {"r": {1: 8}}
     assert rig.news.loads[0][:2] == (1, 8 * rig.pages.payload_bytes)
     assert rig.news.steps == [1]
@@ -130,6 +131,19 @@ def test_a_load_that_the_step_needs_is_over_before_it(rig: Rig) -> None:
     ended = rig.take()
     assert ended.loaded == set(), "vLLM does not wait for those"
     assert ended.failed_blocks == set()
+
+
+def test_the_end_of_a_load_is_no_news_before_vllm_hears_of_it(rig: Rig) -> None:
+    """It ended between the two, and a request that was aborted then was freed twice."""
+    rig.store(2)
+    rig.worker.load(Step(loads=(load_order((31, 32)),)))
+    while not rig.worker._ended_loads:
+        threading.Event().wait(0.001)
+    early = rig.worker.take_news()
+    assert early is None or not (early.num_ended or early.load_ends)
+    assert rig.worker.take(Step()).loaded == {"r"}
+    news = rig.worker.take_news()
+    assert news is not None and news.num_ended == {"r": 1}
 
 
 @pytest.mark.parametrize("is_async", [True, False])

@@ -1,0 +1,137 @@
+"""The scheduler's side alone, with the workers' news written by hand."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.connectors.vllm_parts.consult import Answer, Shard
+from kvstore.connectors.vllm_parts.costs import Costs, blank_profile
+from kvstore.connectors.vllm_parts.orders import News
+from kvstore.connectors.vllm_parts.scheduler import Scheduler
+from kvstore.connectors.vllm_parts.settings import Settings
+from kvstore.connectors.vllm_parts.stats import Counters
+from kvstore.connectors.vllm_parts.tracked import Tracked
+from kvstore.core.outcome import TierKind
+from tests.support.vllm import BLOCK_TOKENS, Clock, FakeRequest
+
+SETTINGS = Settings(Path("/nowhere"), plan="fetch")
+
+
+class Rig:
+    """No daemon: an answer is there when the test gives it."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.clock = Clock()
+        self.counters = Counters()
+        self._go_on = threading.Event()
+        costs = Costs(blank_profile("m", "d", 64, BLOCK_TOKENS, 64), None, self.clock)
+        self.scheduler = Scheduler(
+            SETTINGS,
+            BLOCK_TOKENS,
+            1,
+            64,
+            num_ranks,
+            list,
+            costs,
+            self.counters,
+            clock=self.clock,
+            wall_clock=self.clock,
+        )
+
+    def _no_shards(self) -> list[Shard]:
+        assert self._go_on.wait(30)
+        return []
+
+    def close(self) -> None:
+        self._go_on.set()
+        self.scheduler.close()
+
+    def begin(self, num_tokens: int, num_cached: int = 0, request_id: str = "r") -> FakeRequest:
+        """A request of which the daemon has the first `num_cached` blocks."""
+        request = FakeRequest(request_id, list(range(num_tokens)))
+        self.scheduler.on_new_request(request)
+        inquiry = self.tracked(request).inquiry
+        assert inquiry is not None
+        inquiry.answer = Answer(0, (TierKind.RAM,) * num_cached, asked=True)
+        return request
+
+    def load(self, request: FakeRequest, block_ids: Sequence[int]) -> None:
+        """vLLM makes room for what is cached, and a step orders it."""
+        num_tokens, is_async = self.scheduler.match(request, 0)
+        assert num_tokens and is_async
+        self.scheduler.allocated(request, block_ids, num_tokens)
+        request.num_computed_tokens = num_tokens
+        assert len(self.scheduler.begin_step(step_of()).loads) == 1
+
+    def tracked(self, request: FakeRequest) -> Tracked:
+        return self.scheduler._requests[request.request_id]
+
+    def counted(self) -> dict[str, int]:
+        report = self.counters.take()
+        return {} if report is None else dict(report["counts"])
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def step_of(
+    new: Sequence[tuple[str, int, list[int]]] = (),
+    cached: Sequence[tuple[str, int, list[int] | None]] = (),
+    **counts: int,
+) -> Any:
+    """vLLM's output: (request, computed tokens, block ids) of each, and how many tokens are computed in it."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=(blocks,))
+            for name, computed, blocks in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[name for name, _, _ in cached],
+            num_computed_tokens=[computed for _, computed, _ in cached],
+            new_block_ids=[None if blocks is None else (blocks,) for _, _, blocks in cached],
+            num_output_tokens=[0 for _ in cached],
+            resumed_req_ids=set(),
+        ),
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+    )
+
+
+def test_a_load_is_over_when_every_rank_has_ended_it() -> None:
+    """A request was aborted when one of two ranks had ended its load. vLLM freed it when the other one had, and was
+    told once more that it might: the engine died."""
+    rig = Rig(num_ranks=2)
+    try:
+        request = rig.begin(18, num_cached=4)
+        tracked = rig.tracked(request)
+        # Of before a preemption.
+        tracked.outstanding = 3
+        rig.load(request, [1, 2, 3, 4, 5])
+        rig.scheduler.end_step(News(num_ended={"r": 1}, load_ends={"r": {1: 4}}), set())
+        assert tracked.is_loading
+        assert tracked.load_end_s is None
+        assert not rig.scheduler.finished(request, [1, 2, 3, 4])
+        assert not rig.scheduler.begin_step(step_of()).stores, "the other rank still writes there"
+    finally:
+        rig.close()
+
+
+def test_what_all_ranks_have_loaded_counts_once() -> None:
+    rig = Rig(num_ranks=2)
+    try:
+        request = rig.begin(18, num_cached=4)
+        rig.load(request, [1, 2, 3, 4, 5])
+        for _ in range(2):
+            rig.scheduler.end_step(News(num_ended={"r": 1}, load_ends={"r": {1: 4}}), set())
+        assert not rig.tracked(request).is_loading
+        assert rig.tracked(request).loaded == {TierKind.RAM: 4}
+    finally:
+        rig.close()
