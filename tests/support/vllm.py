@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
+import msgspec
+
 from kvstore import wire
 from kvstore.client import Client, GrantedBlock, LandedBlock, LookupResult, StoreGrant
 from kvstore.connectors.vllm_parts.seal import SEAL_BYTES
@@ -122,8 +124,17 @@ class MemoryClient:
 
     def session_put(self, put: wire.SessionPut, deadline_s: float | None = None) -> wire.SessionSaved:
         self._reach()
+        before = self.daemon.sessions.get(put.id)
+        if before is not None and before.revision + 1 != put.revision:
+            put = msgspec.structs.replace(put, id=f"{put.id}~{len(self.daemon.sessions)}", revision=0)
+            self.daemon.sessions[put.id] = put
+            return wire.SessionSaved(put.id, 1, True)
         self.daemon.sessions[put.id] = put
         return wire.SessionSaved(put.id, put.revision + 1, False)
+
+    def session_delete(self, session_id: str, tenant: str = "", namespace: bytes = b"") -> None:
+        self._reach()
+        del self.daemon.sessions[session_id]
 
     def hint(self, keys: Sequence[BlockKey], **hints: Any) -> None:
         self._reach()

@@ -87,6 +87,8 @@ class Sessions:
                 view = shard.client.session_get(turn.wishes.session_id, self._tenant)
                 known = _Known(turn.wishes.session_id, 0, (), b"") if view is None else _of(view)
             saved, ends = self._put(shard, known, tokens, turn)
+            if saved.forked and known.revision:
+                saved, ends = self._rejoin(shard, known, tokens, turn, saved, ends)
             self._counters.add("sessions_saved", "forked" if saved.forked else "saved")
             self._remember(
                 digest, turn.wishes.session_id, _Known(saved.id, saved.revision, ends, _digest(tokens, len(tokens)))
@@ -118,6 +120,20 @@ class Sessions:
             priority=wishes.priority,
         )
         return _put_pinned_or_not(shard.client, put), ends
+
+    def _rejoin(
+        self, shard: Shard, known: _Known, tokens: "array[int]", turn: Turn, fork: SessionSaved, ends: tuple[int, ...]
+    ) -> tuple[SessionSaved, tuple[int, ...]]:
+        """Give the session the turn that went to a fork, where it had not moved on: the daemon was killed before the
+        turns that we know of were on disk. The turn brings the whole history along."""
+        view = shard.client.session_get(known.id, self._tenant)
+        if view is None or view.revision >= known.revision:
+            return fork, ends
+        saved, ends_there = self._put(shard, _of(view), tokens, turn)
+        if saved.forked:
+            return fork, ends
+        shard.client.session_delete(fork.id, self._tenant, shard.namespace.digest())
+        return saved, ends_there
 
     def _remember(self, digest: bytes, session_id: str, known: _Known) -> None:
         if (digest, session_id) not in self._known:
