@@ -275,12 +275,16 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None and num_external_tokens > 0:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    @_guarded(lambda: KvstoreMetadata(Step()))
     def build_connector_meta(self, scheduler_output: Any) -> KvstoreMetadata:
         if self._scheduler is None:
             self._say_that_no_worker_came()
             return KvstoreMetadata(Step())
-        return KvstoreMetadata(self._scheduler.begin_step(scheduler_output))
+        try:
+            return KvstoreMetadata(self._scheduler.begin_step(scheduler_output))
+        except Exception:
+            # Not an empty step: loads would be lost, and stores would read what the step overwrites.
+            self.failed("build_connector_meta")
+            return KvstoreMetadata(self._scheduler.begin_step_after_fault(scheduler_output))
 
     @_guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:

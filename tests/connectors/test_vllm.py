@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.connectors.vllm_parts.orders import Step
 from kvstore.core.errors import ConfigError
 from tests.connectors import vllm_names
 from tests.support.vllm import BLOCK_TOKENS, FakeRequest, namespace
@@ -82,3 +83,21 @@ def first_step(request: FakeRequest) -> Any:
         num_scheduled_tokens={request.request_id: request.num_tokens},
         total_num_scheduled_tokens=request.num_tokens,
     )
+
+
+def test_a_fault_of_ours_leaves_the_step_its_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = vllm_names.stand_in(monkeypatch)
+    connector = module.KvstoreConnector(vllm_names.config_of(), module.KVConnectorRole.SCHEDULER, vllm_names.caches())
+    safe = Step(writes_anywhere=True)
+
+    def fail(output: object) -> Step:
+        raise RuntimeError("a fault")
+
+    connector._scheduler = SimpleNamespace(
+        begin_step=fail, begin_step_after_fault=lambda output: safe, close=lambda: None
+    )
+    try:
+        assert connector.build_connector_meta(None).step is safe
+        assert connector.get_kv_connector_stats().data["counts"] == {"faults|build_connector_meta": 1}
+    finally:
+        connector.shutdown()

@@ -85,11 +85,11 @@ class Fence:
                     self._changed.wait()
         return num_withdrawn
 
-    def clear_all(self) -> None:
+    def clear_all(self) -> int:
         """As `clear`, of every block."""
         with self._changed:
             block_ids = list(self._reads)
-        self.clear(block_ids)
+        return self.clear(block_ids)
 
     def _forget(self, read: Read) -> None:
         reads = self._reads.get(read.block_id)

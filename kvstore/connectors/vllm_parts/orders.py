@@ -48,7 +48,8 @@ class StoreOrder:
 @dataclass(frozen=True, slots=True)
 class Step:
     """`written` are pool blocks that this step or a later one may overwrite. `held` are finished requests whose blocks
-    are kept until the worker says that their stores are over. A step without tokens runs no model."""
+    are kept until the worker says that their stores are over. A step without tokens runs no model. `writes_anywhere`:
+    what it writes is not known, so it may be any block."""
 
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
@@ -56,6 +57,7 @@ class Step:
     held: tuple[str, ...] = ()
     num_tokens: int = 0
     number: int = 0
+    writes_anywhere: bool = False
 
 
 @dataclass(slots=True)

@@ -145,12 +145,13 @@ class Scheduler:
 
     def begin_step(self, output: StepOutput) -> Step:
         """As `build_connector_meta`: return the orders of the step that was just scheduled."""
-        written: list[int] = []
+        if self._costs.wants_saving():
+            costs = self._costs.snapshot()
+            self._consult.tell(lambda _: self._costs.save(costs))
         prefills: list[tuple[int, int]] = []
         num_decodes = 0
-        for tracked, computed, fresh in self._scheduled(output):
+        for tracked, computed in self._scheduled(output):
             count = output.num_scheduled_tokens.get(tracked.request.request_id, 0)
-            written += fresh
             is_prefill = computed < tracked.request.num_prompt_tokens or count > 1
             if is_prefill:
                 prefills.append((count, computed))
@@ -162,21 +163,36 @@ class Scheduler:
             self._costs.step_begun(self._step, prefills, num_decodes)
         else:
             self._consult.wait(_IDLE_STEP_S)
+        return self._order(output, tuple(self._stores), self._written(output))
+
+    def begin_step_after_fault(self, output: StepOutput) -> Step:
+        """Return the orders of a step of which `begin_step` has failed: what vLLM waits for is done all the same, and
+        nothing is stored of blocks that this step may overwrite or of which it is not known any more whose they are."""
+        for tracked in self._requests.values():
+            tracked.may_store = False
+        return self._order(output, (), (), writes_anywhere=True)
+
+    def _order(
+        self,
+        output: StepOutput,
+        stores: tuple[StoreOrder, ...],
+        written: tuple[int, ...],
+        *,
+        writes_anywhere: bool = False,
+    ) -> Step:
         step = Step(
             tuple(self._loads),
-            tuple(self._stores),
-            tuple(written),
+            stores,
+            written,
             tuple(self._held),
             output.total_num_scheduled_tokens,
             self._step,
+            writes_anywhere,
         )
         if any(not load.is_async for load in self._loads):
             self._unsure_steps.add(self._step)
         self._step += 1
         self._loads, self._stores, self._held = [], [], []
-        if self._costs.wants_saving():
-            costs = self._costs.snapshot()
-            self._consult.tell(lambda _: self._costs.save(costs))
         return step
 
     def end_step(self, news: News | None, stored: set[str]) -> None:
@@ -277,16 +293,27 @@ class Scheduler:
                 total += prefill.predict(left, request.num_computed_tokens)
         return total
 
-    def _scheduled(self, output: StepOutput) -> "list[tuple[Tracked, int, Sequence[int]]]":
-        """Return each request of the step, its computed tokens before it, and the blocks that it may write from here
-        on and did not have before."""
-        scheduled: list[tuple[Tracked, int, Sequence[int]]] = []
+    def _written(self, output: StepOutput) -> tuple[int, ...]:
+        """Return the blocks that vLLM may write from this step on and that their requests did not have before, whether
+        we follow those requests or not."""
+        written: list[int] = []
+        for new in output.scheduled_new_reqs:
+            written += new.block_ids[0][new.num_computed_tokens // self._block_tokens :]
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            added = [] if cached.new_block_ids[i] is None else cached.new_block_ids[i][0]
+            is_resumed = request_id in cached.resumed_req_ids
+            written += added[cached.num_computed_tokens[i] // self._block_tokens if is_resumed else 0 :]
+        return tuple(written)
+
+    def _scheduled(self, output: StepOutput) -> list[tuple[Tracked, int]]:
+        """Return each request of the step that is followed, and its computed tokens before it."""
+        scheduled: list[tuple[Tracked, int]] = []
         for new in output.scheduled_new_reqs:
             tracked = self._requests.get(new.req_id)
             if tracked is not None:
                 tracked.block_ids = list(new.block_ids[0])
-                fresh = tracked.block_ids[new.num_computed_tokens // self._block_tokens :]
-                scheduled.append((tracked, new.num_computed_tokens, fresh))
+                scheduled.append((tracked, new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             tracked = self._requests.get(request_id)
@@ -297,12 +324,11 @@ class Scheduler:
             fresh = [] if added is None else list(added[0])
             if request_id in cached.resumed_req_ids:
                 tracked.block_ids = fresh
-                fresh = fresh[computed // self._block_tokens :]
             else:
                 tracked.block_ids += fresh
             if tracked.first_output_s is None and cached.num_output_tokens[i] > 0:
                 tracked.first_output_s = self._clock()
-            scheduled.append((tracked, computed, fresh))
+            scheduled.append((tracked, computed))
         return scheduled
 
     def _offer(self, tracked: Tracked, num_tokens: int, *, is_sure: bool = False) -> None:
@@ -312,7 +338,7 @@ class Scheduler:
         takes such a step back, and a stored block cannot be. It is offered a step later.
         """
         end = num_tokens // self._block_tokens
-        if not self._may_store or end <= tracked.next_store or self._clock() < tracked.retry_s:
+        if not (self._may_store and tracked.may_store) or end <= tracked.next_store or self._clock() < tracked.retry_s:
             return
         if not is_sure and (self._unsure_steps or any(not load.is_async for load in self._loads)):
             return

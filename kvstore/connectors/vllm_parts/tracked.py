@@ -60,6 +60,7 @@ class Tracked:
     num_inquiries: int = 0
     match: Match | None = None
     may_load: bool = True
+    may_store: bool = True
     num_preemptions: int = 0
     num_loading: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -84,7 +85,7 @@ class Tracked:
         """vLLM has taken all blocks of the request back, and asks anew."""
         self.num_preemptions = num_preemptions
         self.inquiry, self.match, self.num_inquiries = None, None, 0
-        self.may_load = True
+        self.may_load = self.may_store = True
         self.block_ids = []
         self.loaded, self.load_end_s, self.failed_from = {}, None, None
 

@@ -102,7 +102,7 @@ class Worker:
 
     def clear(self, step: Step) -> None:
         """Let the step, and the loads it orders, write: no store reads those blocks any more."""
-        withdrawn = self._fence.clear(step.written)
+        withdrawn = self._fence.clear_all() if step.writes_anywhere else self._fence.clear(step.written)
         for load in step.loads:
             withdrawn += self._fence.clear(load.block_ids)
         self._counters.add("unstored_blocks", "overwritten", withdrawn)

@@ -135,3 +135,37 @@ def test_what_all_ranks_have_loaded_counts_once() -> None:
         assert rig.tracked(request).loaded == {TierKind.RAM: 4}
     finally:
         rig.close()
+
+
+def test_a_step_of_which_something_failed_loads_all_the_same_and_lets_no_store_read_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty step was the answer: what waited to be stored was read while the step overwrote it, and the request
+    whose load was lost waited for ever."""
+    request = rig.begin(18, num_cached=4)
+    num_tokens, _ = rig.scheduler.match(request, 0)
+    assert num_tokens
+    rig.scheduler.allocated(request, [1, 2, 3, 4, 5], num_tokens)
+    other = rig.begin(10, request_id="other")
+    output = step_of([("other", 0, [6, 7, 8])], other=10)
+    with monkeypatch.context() as faulty:
+        faulty.setattr(rig.scheduler, "_offer", lambda *_: pytest.fail("a fault"))
+        with pytest.raises(pytest.fail.Exception):
+            rig.scheduler.begin_step(output)
+    step = rig.scheduler.begin_step_after_fault(output)
+    assert step.writes_anywhere
+    assert [load.block_ids for load in step.loads] == [(1, 2, 3, 4)]
+    assert step.num_tokens == 10
+    assert not step.stores
+    # Whose blocks are whose is not certain any more.
+    other.num_computed_tokens = 10
+    assert not rig.scheduler.begin_step(step_of(cached=[("other", 10, None)], other=1)).stores
+    after = rig.begin(10, request_id="after")
+    assert after.num_tokens == 10
+    assert rig.scheduler.begin_step(step_of([("after", 0, [9, 10, 11])], after=10)).stores
+
+
+def test_what_a_step_writes_is_known_of_requests_too_that_are_not_followed(rig: Rig) -> None:
+    output = step_of([("new", 4, [1, 2, 3])], [("old", 8, [4]), ("resumed", 4, [5, 6]), ("same", 9, None)])
+    output.scheduled_cached_reqs.resumed_req_ids.add("resumed")
+    assert rig.scheduler.begin_step(output).written == (2, 3, 4, 6)

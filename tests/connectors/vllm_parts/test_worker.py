@@ -256,6 +256,29 @@ def test_a_block_that_is_overwritten_before_its_turn_is_not_stored(rig: Rig) -> 
     assert rig.counted()["unstored_blocks|overwritten"] == 1
 
 
+def test_a_step_that_may_write_anywhere_withdraws_all_that_waits(rig: Rig) -> None:
+    go_on, has_begun = threading.Event(), threading.Event()
+
+    def hold(block_id: int) -> None:
+        has_begun.set()
+        assert go_on.wait(30)
+
+    rig.pages.before_gather = hold
+    ids = tuple(range(1, 13))
+    rig.compute(ids)
+    rig.step(Step(stores=(store_order(ids),), num_tokens=1))
+    assert has_begun.wait(30)
+    thread = threading.Thread(target=rig.worker.clear, args=(Step(writes_anywhere=True),))
+    thread.start()
+    # What has begun is waited for.
+    while len(rig.worker._fence) > 8:
+        threading.Event().wait(0.001)
+    go_on.set()
+    thread.join(30)
+    rig.until(lambda _: rig.news.settled.get("r") == 12)
+    assert set(rig.daemon.slots) == set(KEYS[:8])
+
+
 def test_overwriting_waits_for_the_copy_of_those_blocks_alone(rig: Rig) -> None:
     go_on, has_begun = threading.Event(), threading.Event()
 
