@@ -1,6 +1,7 @@
 """The hooks that vLLM calls, with stand-ins for vLLM's names; `tests_vllm` runs them under vLLM itself."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,42 @@ def test_an_engine_that_only_produces_stores_what_it_computes(
             assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
         stores = connector.build_connector_meta(first_step(request)).step.stores
         assert sum(len(order.hashes) for order in stores) == num_stored
+    finally:
+        connector.shutdown()
+
+
+def test_what_an_adapter_computed_has_keys_of_its_own_by_its_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    names: list[list[bytes]] = []
+    for weights in (None, b"old", b"new"):
+        request: Any = FakeRequest("r", list(range(9)))
+        if weights is not None:
+            (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+            request.lora_request = SimpleNamespace(lora_name="latest", lora_path=str(tmp_path))
+        names.append(stored_by(monkeypatch, request))
+    assert [len(each) for each in names] == [2, 2, 2]
+    assert len({each for some in names for each in some}) == 6
+
+
+def test_an_adapter_that_cannot_be_read_is_neither_loaded_nor_stored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    request: Any = FakeRequest("r", list(range(9)), {"session_id": "chat"})
+    request.lora_request = SimpleNamespace(lora_name="latest", lora_path=str(tmp_path / "gone"))
+    assert stored_by(monkeypatch, request) == []
+
+
+def stored_by(monkeypatch: pytest.MonkeyPatch, request: FakeRequest) -> list[bytes]:
+    """Return what a new engine calls the blocks that it stores of the request's prompt."""
+    connector = begun(monkeypatch, is_kv_consumer=False)
+    try:
+        connector.on_new_request(request)
+        stores = connector.build_connector_meta(first_step(request)).step.stores
+        request.num_computed_tokens = request.num_tokens
+        connector.request_finished(request, [1, 2, 3])
+        return [each for order in stores for each in order.hashes]
     finally:
         connector.shutdown()
 

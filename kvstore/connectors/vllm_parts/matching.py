@@ -15,6 +15,7 @@ from kvstore.connectors.vllm_parts.costs import Costs
 from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.tracked import Match, Tracked
+from kvstore.core.key import engine_keys
 from kvstore.core.outcome import TierKind
 from policies.decision import Why
 from policies.hindsight import decided
@@ -96,7 +97,13 @@ class Matcher:
         self._salt = hashlib.sha256(self._salt + str(time.time_ns()).encode()).digest()
 
     def hashes(self, tracked: Tracked) -> Sequence[bytes]:
+        """Return what each full block is called; none where they must be neither loaded nor stored."""
+        if tracked.adapter is None:
+            return ()
         hashes = tracked.hashes(self._per_block)
+        if tracked.adapter:
+            # vLLM's hashes know nothing of its weights. As with the namespace, KV events keep their names.
+            hashes = engine_keys(tracked.adapter, hashes)
         if not self._salt:
             return hashes
         return [hashlib.sha256(self._salt + each).digest() for each in hashes]
@@ -104,7 +111,12 @@ class Matcher:
     def usable(self, tracked: Tracked) -> int:
         """How many leading blocks a load may bring. A load before the step leaves it a token to compute."""
         request = tracked.request
-        if not tracked.may_load or self._settings.plan == "recompute" or request.skip_reading_prefix_cache:
+        if (
+            not tracked.may_load
+            or tracked.adapter is None
+            or self._settings.plan == "recompute"
+            or request.skip_reading_prefix_cache
+        ):
             return 0
         tokens = request.num_tokens - (self._settings.load == "sync")
         return min(tokens // self._block_tokens, len(request.block_hashes) // self._per_block)

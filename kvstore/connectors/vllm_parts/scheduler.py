@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvstore.connectors.vllm_parts.adapters import Adapters
 from kvstore.connectors.vllm_parts.consult import Consult, Shard
 from kvstore.connectors.vllm_parts.costs import Costs
 from kvstore.connectors.vllm_parts.matching import Matcher
@@ -63,6 +64,7 @@ class Scheduler:
         self._costs = costs
         self._counters = counters
         self._clock = clock
+        self._adapters = Adapters(counters)
         self._sessions = Sessions(settings.tenant, counters, clock)
         self._consult = Consult(make_shards, self._sessions, counters, clock)
         self._matcher = Matcher(
@@ -279,7 +281,8 @@ class Scheduler:
             wishes, wrong = read(request.kv_transfer_params)
             for name in wrong:
                 self._counters.add("faults", f"bad_{name}" if name == "session_id" else "bad_hint")
-            tracked = self._requests[request.request_id] = Tracked(request, wishes, self._clock())
+            adapter = self._adapters.digest_of(request)
+            tracked = self._requests[request.request_id] = Tracked(request, wishes, self._clock(), adapter)
         return tracked
 
     def _gpu_queue_s(self, newest: Tracked) -> float:

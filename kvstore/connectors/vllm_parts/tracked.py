@@ -43,7 +43,7 @@ class Match:
 
 @dataclass(eq=False, slots=True)
 class Tracked:
-    """Block numbers count from the prompt's first.
+    """Block numbers count from the prompt's first. `adapter` as in `Adapters.digest_of`.
 
     `waiting_s`: since when the request has had its turn and waits for its inquiry's answer. `next_store` is the first
     block that has not been offered, `retry_s` when what was left out may be offered again. `outstanding` counts offered
@@ -55,6 +55,7 @@ class Tracked:
     request: Request
     wishes: Wishes
     arrival_s: float
+    adapter: bytes | None = b""
     inquiry: Inquiry | None = None
     waiting_s: float | None = None
     num_inquiries: int = 0
