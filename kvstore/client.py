@@ -252,7 +252,10 @@ class Client:
             self._ask(wire.Observe(errors), wire.Done, _REPORT_DEADLINE_S)
 
     def decision_get(self, request_id: str, tenant: str | None = None) -> wire.DecisionView:
-        """Return what the daemon knows of a finished request. Raises ProtocolError (not_found)."""
+        """Return what the daemon knows of a finished request, by its id or a beginning of it that no other has.
+
+        Raises ProtocolError (not_found, or conflict where several begin so).
+        """
         found = self._ask(wire.DecisionGet(request_id, tenant), wire.Decisions, None)
         return wire.decision_view(found.decisions[0])
 

@@ -33,7 +33,11 @@ _COLUMNS: Final = (
 
 def explain(
     request: Annotated[
-        str | None, typer.Argument(metavar="[REQUEST]", help="The 'id' of the engine's answer; none: the last ones.")
+        str | None,
+        typer.Argument(
+            metavar="[REQUEST]",
+            help="The 'id' of the engine's answer, or as much of it as no other has; none: the last ones.",
+        ),
     ] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Only this tenant's; default: all.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most this many, newest first.")] = 20,

@@ -71,7 +71,7 @@ class DecisionView(msgspec.Struct, frozen=True):
 
 
 class DecisionGet(Message, frozen=True, tag=True):
-    """What is known of this request; `tenant` None: whosever it is."""
+    """What is known of this request, whose id may be cut short; `tenant` None: whosever it is."""
 
     request_id: str
     tenant: str | None = None

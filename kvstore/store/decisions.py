@@ -20,6 +20,8 @@ MAX_KEPT: Final = 1000
 MAX_ENTRY_BYTES: Final = 16 << 10
 _MAX_TENANT_CHARS: Final = 200
 _MAX_REASONS: Final = 32
+# So many of the ids that begin alike are told.
+_MAX_NAMED: Final = 8
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -82,15 +84,31 @@ class Decisions:
         return wire.Decisions(wanted[: request.limit], len(wanted))
 
     def get(self, request: wire.DecisionGet) -> wire.Decisions:
-        """Raises ProtocolError (not_found)."""
+        """Return the request of that id, or else the only one whose id begins so: vLLM appends to what it answers.
+
+        Raises ProtocolError (not_found; conflict where several begin so).
+        """
         tenant, entry = self._entries.get(request.request_id, ("", b""))
-        if not entry or request.tenant not in (None, tenant):
+        if entry and request.tenant in (None, tenant):
+            return wire.Decisions([entry], 1)
+        found = [
+            (request_id, entry)
+            for request_id, (tenant, entry) in reversed(self._entries.items())
+            if request.request_id and request_id.startswith(request.request_id) and request.tenant in (None, tenant)
+        ]
+        if not found:
             raise ProtocolError(
                 ErrorCode.NOT_FOUND,
                 f"nothing is known of request {request.request_id[:MAX_ID_CHARS]!r}: the daemon knows the last "
                 f"{self._max_kept} that were answered since it started, and none that were pinned to 'recompute'",
             )
-        return wire.Decisions([entry], 1)
+        if len(found) > 1:
+            named = ", ".join(request_id for request_id, _ in found[:_MAX_NAMED])
+            raise ProtocolError(
+                ErrorCode.CONFLICT,
+                f"{len(found)} requests begin with {request.request_id!r}: {named}{', …' * (len(found) > _MAX_NAMED)}",
+            )
+        return wire.Decisions([found[0][1]], 1)
 
     def snapshot(self) -> dict[str, object]:
         return {

@@ -87,6 +87,33 @@ def test_an_unknown_request_is_told_to_be_unknown() -> None:
     assert caught.value.code == ErrorCode.NOT_FOUND and len(str(caught.value)) < 500
 
 
+def test_the_beginning_of_an_id_finds_its_request() -> None:
+    """vLLM answers `cmpl-9756` and knows the request as `cmpl-9756-0-b1f3`."""
+    decisions = kept(report("cmpl-9756-0-b1f3"), report("cmpl-8888-0-aaaa"))
+    assert decisions.get(wire.DecisionGet("cmpl-9756")) == decisions.get(wire.DecisionGet("cmpl-9756-0-b1f3"))
+    with pytest.raises(ProtocolError, match="nothing is known"):
+        decisions.get(wire.DecisionGet(""))
+
+
+def test_a_whole_id_is_meant_as_such_though_others_begin_so() -> None:
+    decisions = kept(report("a"), report("ab"))
+    assert wire.decision_view(decisions.get(wire.DecisionGet("a")).decisions[0]).id == "a"
+
+
+def test_where_several_ids_begin_alike_they_are_named_the_newest_first_and_not_without_end() -> None:
+    decisions = kept(*(report(f"cmpl-1-{i}") for i in range(20)))
+    with pytest.raises(ProtocolError, match=r"20 requests begin with 'cmpl-1': cmpl-1-19, cmpl-1-18, .*, …") as caught:
+        decisions.get(wire.DecisionGet("cmpl-1"))
+    assert caught.value.code == ErrorCode.CONFLICT and "cmpl-1-2," not in str(caught.value)
+
+
+def test_a_beginning_finds_no_other_tenants_request() -> None:
+    decisions = kept(report("cmpl-1-a", tenant="one"), report("cmpl-1-b", tenant="two"))
+    assert wire.decision_view(decisions.get(wire.DecisionGet("cmpl-1", "two")).decisions[0]).id == "cmpl-1-b"
+    with pytest.raises(ProtocolError, match="nothing is known"):
+        decisions.get(wire.DecisionGet("cmpl-1", "three"))
+
+
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(ProtocolError):
         kept(report()).list(wire.DecisionList(limit=-1))
