@@ -1,7 +1,8 @@
 """`kvstore chat`: a chat in the terminal that shows, turn by turn, where the prompt's KV came from.
 
 Covers: reading lines, streaming replies over the engine's OpenAI-style API. Does not cover: sessions themselves,
-which the engine and the daemon keep; this sends nothing but the new message and the session's id.
+which the engine and the daemon keep: the reference engine is sent nothing but the new message and the session's id.
+vLLM keeps no text; it reads the id in `kv_transfer_params` and is sent the whole conversation, which ends with us.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -30,6 +32,15 @@ _TIMEOUT: Final = httpx.Timeout(connect=5.0, read=600.0, write=10.0, pool=5.0)
 
 class EngineUnreachable(TierUnavailable):
     """Nobody answers at the engine's address. The daemon may well run."""
+
+
+@dataclass(slots=True)
+class _Talk:
+    """`said`: the messages of this chat. `is_kept`: as far as we know the engine has them and wants but the new one."""
+
+    session: str
+    said: list[dict[str, str]] = field(default_factory=list)
+    is_kept: bool = True
 
 
 def chat(
@@ -60,8 +71,13 @@ def chat(
     session = session or f"chat-{secrets.token_hex(4)}"
     typer.echo(f"session {clean(session)}", err=True)
     with httpx.Client(base_url=engine, timeout=_TIMEOUT, headers=headers) as http:
+        talk = _Talk(session)
         for message in _messages():
-            session = _turn(http, session, message, max_tokens)
+            _turn(http, talk, message, max_tokens)
+    session = talk.session
+    if not talk.is_kept:
+        typer.echo(f"session {clean(session)} keeps no text with this engine: this chat cannot be resumed", err=True)
+        return
     options = {"--session": session, "--engine": "" if engine == DEFAULT_ENGINE else engine, "--tenant": tenant}
     options |= {
         "--run-dir": str(run_dir or ""),
@@ -97,6 +113,8 @@ def _recall(session: str, tenant: str, client: Client) -> None:
         typer.echo(f"there is no session {session!r} yet: it begins now", err=True)
         return
     typer.echo(f"{view.num_messages} messages, {view.num_tokens} tokens, durable: {view.durable}", err=True)
+    if any(not message.content for message in view.messages):
+        typer.echo("its engine keeps no text: the model knows nothing of what was said, and begins anew", err=True)
     for message in view.messages[-2:]:
         typer.echo(f"{clean(message.role)}> {clean(message.content)}")
 
@@ -118,16 +136,20 @@ def _messages() -> Iterator[str]:
             yield line
 
 
-def _turn(http: httpx.Client, session: str, message: str, max_tokens: int) -> str:
-    """Send one message, print the reply as it comes; return the id under which the session now goes on."""
+def _turn(http: httpx.Client, talk: _Talk, message: str, max_tokens: int) -> None:
+    """Send one message, print the reply as it comes; keep in `talk` what was said and where the session goes on."""
+    new = {"role": "user", "content": message}
     body = {
-        "messages": [{"role": "user", "content": message}],
-        "session_id": session,
+        "messages": [new] if talk.is_kept else [*talk.said, new],
+        "session_id": talk.session,
         "session_mode": "append",
+        # Where vLLM looks for it.
+        "kv_transfer_params": {"session_id": talk.session, "hints": {"expect_followup": True}},
         "max_tokens": max_tokens,
         "stream": True,
     }
     report: dict[str, Any] = {}
+    reply: list[str] = []
     try:
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -137,16 +159,19 @@ def _turn(http: httpx.Client, session: str, message: str, max_tokens: int) -> st
                 if "error" in event:
                     raise ProtocolError(ErrorCode.INTERNAL, f"the engine failed: {_message(event)}")
                 for choice in event.get("choices", []):
-                    typer.echo(clean((choice.get("delta") or {}).get("content") or ""), nl=False)
+                    reply.append((choice.get("delta") or {}).get("content") or "")
+                    typer.echo(clean(reply[-1]), nl=False)
                 report = event.get("kvstore") or report
     except KeyboardInterrupt:
         typer.echo("\n(stopped; this turn is not part of the session)", err=True)
-        return session
+        return
     except httpx.TransportError as error:
         raise EngineUnreachable(f"the engine at {http.base_url} does not answer: {error}") from None
     typer.echo()
     typer.echo(_summary(report))
-    return _follow(report, session)
+    talk.said += [new, {"role": "assistant", "content": "".join(reply)}]
+    talk.is_kept = bool(report)
+    talk.session = _follow(report, talk.session)
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -182,7 +207,7 @@ def _message(body: dict[str, Any]) -> str:
 
 def _summary(report: dict[str, Any]) -> str:
     if not report:
-        return "[the engine reported nothing about its cache]"
+        return "[the engine reported nothing about its cache; 'kvstore explain' may know more]"
     served = report.get("served_tokens") or {}
     tiers = ", ".join(f"{tier} {served.get(tier, 0)}" for tier in _TIERS)
     return (

@@ -66,7 +66,7 @@ def show(
     run_dir: RunDirOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Show one session with what was said in it."""
+    """Show one session with what was said in it, where the engine hands over text (vLLM does not)."""
     client = connect(run_dir, config)
     try:
         view = client.session_get(session_id, tenant)
@@ -80,7 +80,9 @@ def show(
     for name, value in _facts(view, time.time()):
         typer.echo(f"{name + ':':<13}{clean(value)}")
     for message in view.messages:
-        typer.echo(f"\n{clean(message.role)} ({len(message.token_ids)} tokens)\n{clean(message.content)}")
+        # vLLM's connector hands over token ids and no text.
+        said = clean(message.content) if message.content else "(no text is kept)"
+        typer.echo(f"\n{clean(message.role)} ({len(message.token_ids)} tokens)\n{said}")
 
 
 @app.command(epilog="Example: kvstore sessions pin chat-1f2e3d4c")

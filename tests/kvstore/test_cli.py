@@ -18,6 +18,7 @@ from kvstore.commands import chat as chat_command
 from kvstore.commands import common, evict, sessions
 from kvstore.commands import explain as explain_command
 from kvstore.commands import stats as stats_command
+from kvstore.connectors.vllm_parts.wishes import Wishes, read
 from kvstore.core.errors import ConfigError, CorruptBlock, KVStoreError, ProtocolError, TierUnavailable
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
@@ -288,6 +289,11 @@ def test_a_session_is_shown_with_what_was_said(run: Run) -> None:
     assert json.loads(run("sessions", "show", "a", "--json").out)["messages"][1]["content"] == "hush"
 
 
+def test_a_turn_without_text_is_shown_as_such(run: Run, client: FakeClient) -> None:
+    client.sessions["a"] = session("a", messages=[wire.ChatMessage("turn", "", [1, 2, 3])], num_messages=1)
+    assert "turn (3 tokens)\n(no text is kept)\n" in run("sessions", "show", "a").out
+
+
 def test_where_there_is_no_session_it_says_how_one_begins(run: Run, client: FakeClient) -> None:
     client.sessions = {}
     ran = run("sessions", "list")
@@ -358,6 +364,8 @@ class Engine(BaseHTTPRequestHandler):
     asked: list[dict[str, Any]]
     authorizations: list[str | None]
     status = 200
+    # vLLM's answers say nothing of sessions and caches.
+    reports = True
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -374,7 +382,7 @@ class Engine(BaseHTTPRequestHandler):
             {"choices": [{"delta": {"role": "assistant"}}]},
             {"choices": [{"delta": {"content": "Hello\x1b[2J"}}]},
             {"choices": [{"delta": {"content": " you"}}]},
-            {"choices": [{"delta": {}, "finish_reason": "stop"}], "kvstore": report},
+            {"choices": [{"delta": {}, "finish_reason": "stop"}]} | ({"kvstore": report} if self.reports else {}),
         ]
         if self.status == 200:
             data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
@@ -435,6 +443,30 @@ def test_a_chat_streams_replies_and_shows_where_the_prompt_came_from(
         [{"role": "user", "content": "again"}],
     ]
     assert handler.asked[0]["max_tokens"] == 8
+
+
+def test_a_chat_tells_vllm_everything_each_time_and_its_session_where_it_looks(
+    run: Run, engine: tuple[type[Engine], str], say: Any
+) -> None:
+    handler, url = engine
+    handler.reports = False
+    with say("one", "two"):
+        ran = run("chat", "--engine", url, "--session", "new")
+    assert [body["kv_transfer_params"]["session_id"] for body in handler.asked] == ["new", "new"]
+    assert [message["content"] for message in handler.asked[1]["messages"]] == ["one", "Hello\x1b[2J you", "two"]
+    assert [message["role"] for message in handler.asked[1]["messages"]] == ["user", "assistant", "user"]
+    assert read(handler.asked[0]["kv_transfer_params"]) == (Wishes("new", expect_followup=True), [])
+    assert "resume with" not in ran.err and "cannot be resumed" in ran.err
+
+
+def test_a_session_without_text_is_said_to_begin_anew(
+    run: Run, client: FakeClient, engine: tuple[type[Engine], str], say: Any
+) -> None:
+    client.sessions["a"] = session("a", messages=[wire.ChatMessage("turn", "", [1, 2, 3])], num_messages=1)
+    with say():
+        assert "begins anew" in run("chat", "--engine", engine[1], "--session", "a").err
+    with say():
+        assert "begins anew" not in run("chat", "--engine", engine[1], "--session", "b").err
 
 
 def test_a_chat_follows_its_session_into_a_fork_and_says_how_to_resume_it(
