@@ -84,6 +84,8 @@ def test_the_kustomization_names_files_and_images_that_are_there(pod: dict[str, 
     containers = [*pod["spec"]["initContainers"], *pod["spec"]["containers"]]
     assert {image["name"] for image in kustomization["images"]} == {container["image"] for container in containers}
     assert volume(pod, "config")["configMap"]["name"] == generated["name"]
+    for image in kustomization["images"]:
+        assert image["newName"] == f"REGISTRY/{image['name']}"
     targets = {line.split()[-1] for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("FROM ")}
     assert {container["image"].removeprefix("kvstore-") for container in containers} <= targets
 
@@ -112,9 +114,10 @@ def test_the_sidecar_starts_first_ends_last_and_asks_for_no_gpu(
     pod: dict[str, Any], sidecar: dict[str, Any], vllm: dict[str, Any], loaded: Loaded
 ) -> None:
     assert sidecar["restartPolicy"] == "Always"
-    assert pod["spec"]["terminationGracePeriodSeconds"] > loaded.config.daemon.drain_deadline_s + 20
+    patience_s = shutdown_timeout_s(vllm["args"]) + loaded.config.daemon.drain_deadline_s
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= patience_s + 20
     amounts = sidecar["resources"]["requests"] | sidecar["resources"]["limits"]
-    assert set(amounts) == {"cpu", "memory"}
+    assert set(amounts) == {"cpu", "memory", "ephemeral-storage"}
     assert vllm["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
@@ -125,6 +128,24 @@ def test_sizes_have_room_for_the_region_twice(pod: dict[str, Any], sidecar: dict
     assert size(sidecar["resources"]["limits"]["memory"]) >= 2 * ram + (1 << 30)
     assert size(sidecar["resources"]["requests"]["memory"]) > ram
     assert size(volume(pod, "ssd")["emptyDir"]["sizeLimit"]) > loaded.config.ssd.max_bytes
+
+
+def test_the_node_has_the_disk_that_volumes_may_take(
+    pod: dict[str, Any], sidecar: dict[str, Any], vllm: dict[str, Any]
+) -> None:
+    disks = [volume["emptyDir"] for volume in pod["spec"]["volumes"] if "emptyDir" in volume]
+    may_take = sum(size(disk["sizeLimit"]) for disk in disks if "medium" not in disk)
+    asked = sum(size(container["resources"]["requests"]["ephemeral-storage"]) for container in (sidecar, vllm))
+    assert asked >= may_take
+
+
+def test_vllm_asks_for_a_key_and_the_hubs_token_may_be_missing(vllm: dict[str, Any]) -> None:
+    secrets = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in vllm["env"] if "valueFrom" in entry}
+    assert not secrets["VLLM_API_KEY"].get("optional", False)
+    assert secrets["HF_TOKEN"]["optional"]
+    told = (ROOT / "docs" / "kubernetes.md").read_text()
+    for secret in secrets.values():
+        assert f"kubectl create secret generic {secret['name']}" in told and f"--from-file={secret['key']}" in told
 
 
 def test_the_daemon_accepts_its_configuration_and_finds_its_folders(
@@ -153,13 +174,25 @@ def test_probes_ask_what_needs_no_token(sidecar: dict[str, Any], vllm: dict[str,
 
 
 def test_prometheus_finds_the_sidecars_port_and_shows_the_token(pod: dict[str, Any], sidecar: dict[str, Any]) -> None:
-    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    job, _ = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     assert job["authorization"]["credentials_file"].endswith("/http-token")
     (port,) = sidecar["ports"]
     assert port["name"] in {rule.get("regex") for rule in job["relabel_configs"]}
     annotations = pod["metadata"]["annotations"]
     assert annotations["prometheus.io/scrape"] == "true"
     assert annotations["prometheus.io/port"] == str(port["containerPort"])
+
+
+def test_prometheus_finds_vllms_port_by_the_pods_label(pod: dict[str, Any], vllm: dict[str, Any]) -> None:
+    _, job = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    kept = {rule["source_labels"][0]: rule["regex"] for rule in job["relabel_configs"] if rule.get("action") == "keep"}
+    assert (
+        kept["__meta_kubernetes_pod_label_app_kubernetes_io_name"]
+        == (pod["metadata"]["labels"]["app.kubernetes.io/name"])
+    )
+    assert kept["__meta_kubernetes_pod_container_port_name"] == vllm["ports"][0]["name"]
+    # The sidecar's token is not shown to vLLM.
+    assert "authorization" not in job
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
@@ -186,6 +219,20 @@ def check_transfer_config(arguments: list[str], run_dir: str) -> None:
         "kv_load_failure_policy": "recompute",
     }
     assert str(parse(extra).run_dir) == run_dir
+
+
+def shutdown_timeout_s(arguments: list[str]) -> int:
+    (found,) = [word.partition("=")[2] for word in arguments if word.startswith("--shutdown-timeout=")]
+    return int(found)
+
+
+def test_vllm_is_given_the_time_to_store_what_waits(vllm: dict[str, Any]) -> None:
+    """vLLM's default is 0: it kills its engine, and the connector's drain never runs."""
+    service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["vllm"]
+    for arguments in (vllm["args"], service["command"]):
+        drain_s = parse(transfer_config(arguments)["kv_connector_extra_config"]).drain_s
+        assert shutdown_timeout_s(arguments) > drain_s
+    assert int(service["stop_grace_period"].removesuffix("s")) > shutdown_timeout_s(service["command"])
 
 
 def test_vllm_in_the_pod_attaches_to_its_sidecar(vllm: dict[str, Any], loaded: Loaded) -> None:
