@@ -54,7 +54,7 @@ gpu-check: $(STAMP) ## Run the kernels and the main flow on a GPU; its own exit 
 
 # vLLM's CPU build has an environment of its own, .cache/vllm/venv; VLLM_VENV=/path names another one. A part of it:
 # make test-vllm PYTEST_ARGS='-k talks'
-test-vllm: $(STAMP) ## Run vLLM on CPU with the connector: tokens, damage, speed; 2.5 GB once, then under 15 minutes
+test-vllm: $(STAMP) ## Run vLLM on CPU with the connector: tokens, damage, speed; 2.5 GB once (none with VLLM_VENV=/path/to/one), then under 15 minutes
 	@VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest tests_vllm $(PYTEST_ARGS)
 
 bench-tiers: $(STAMP) ## Measure every tier against the ceiling of this machine (docs/benchmarks.md), up to ten minutes
