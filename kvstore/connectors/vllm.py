@@ -112,6 +112,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not transfer.is_kv_consumer:
             # Followed and stored like any other request, but never asked for.
             self._settings = replace(self._settings, plan="recompute")
+        self._evict: Callable[[set[int]], None] | None = None
         if role == KVConnectorRole.SCHEDULER:
             _recompute_what_does_not_come(transfer)
         # vLLM does not always say when a process ends, and what waits to be stored would be lost.
@@ -264,6 +265,10 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         self._begin([metadata[rank] for rank in sorted(metadata)])
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM calls this before any worker answers the handshake."""
+        self._evict = getattr(gpu_block_pool, "evict_blocks", None)
+
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
@@ -350,6 +355,10 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             max(each.block_bytes for each in distinct),
         )
         self._namespace = first
+        evict = self._evict or (lambda _: None)
+        if self._settings.load == "sync" and (why := _why_not_sync(config, self._evict)):
+            _log.warning('kvstore: "load" is "async" and not "sync": %s', why)
+            self._settings = replace(self._settings, load="async")
         self._scheduler = Scheduler(
             self._settings,
             first.block_tokens,
@@ -360,6 +369,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Costs(profile, self._settings.profile_dir, time.monotonic),
             self._counters,
             may_store=self._kv_transfer_config.is_kv_producer,
+            evict=evict,
         )
 
     def _client(self) -> Client:
@@ -399,6 +409,18 @@ def _recompute_what_does_not_come(transfer: Any) -> None:
             transfer.kv_load_failure_policy,
         )
         transfer.kv_load_failure_policy = "recompute"
+
+
+def _why_not_sync(config: Any, evict: object) -> str:
+    """Return why a failed load before a step would not be noticed in time; "" where it is."""
+    if config.max_concurrent_batches > 1:
+        return "vLLM has more than one step under way (async scheduling, pipeline parallelism)"
+    if getattr(config.scheduler_config, "long_prefill_token_threshold", 0) > 0:
+        # Others that share the blocks run beside the first part of them.
+        return "with long_prefill_token_threshold others may run before failed blocks are computed"
+    if evict is None:
+        return "this vLLM offers no way to take blocks out of its prefix cache"
+    return ""
 
 
 def _step(metadata: Any) -> Step:

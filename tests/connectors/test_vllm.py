@@ -87,6 +87,28 @@ def test_an_adapter_that_cannot_be_read_is_neither_loaded_nor_stored(
     assert stored_by(monkeypatch, request) == []
 
 
+@pytest.mark.parametrize(
+    ("batches", "has_pool", "expected"), [(1, True, "sync"), (2, True, "async"), (1, False, "async")]
+)
+def test_loads_before_the_step_are_for_one_step_at_a_time_and_where_blocks_can_be_evicted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, batches: int, has_pool: bool, expected: str
+) -> None:
+    """A step that had begun before a failure was known gave out tokens that were computed over an unfilled block."""
+    module = vllm_names.stand_in(monkeypatch)
+    config = vllm_names.config_of(kv_connector_extra_config={"run_dir": "/nowhere", "load": "sync", "drain_s": 0.1})
+    config.max_concurrent_batches = batches
+    connector = module.KvstoreConnector(config, module.KVConnectorRole.SCHEDULER, vllm_names.caches())
+    try:
+        if has_pool:
+            connector.bind_gpu_block_pool(SimpleNamespace(evict_blocks=lambda blocks: None))
+        with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+            connector.set_xfer_handshake_metadata({0: module.KvstoreHandshake(namespace())})
+        assert connector._settings.load == expected
+        assert len(caplog.records) == (expected == "async")
+    finally:
+        connector.shutdown()
+
+
 def stored_by(monkeypatch: pytest.MonkeyPatch, request: FakeRequest) -> list[bytes]:
     """Return what a new engine calls the blocks that it stores of the request's prompt."""
     connector = begun(monkeypatch, is_kv_consumer=False)

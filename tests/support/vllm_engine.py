@@ -65,6 +65,12 @@ class FakeEngine:
         running.state, running.was_preempted = "waiting", True
         self._release(running)
 
+    def evict(self, block_ids: set[int]) -> None:
+        for block in block_ids:
+            block_hash = self._hash_of.pop(block, None)
+            if block_hash is not None:
+                del self._cached[block_hash]
+
     def drop_prefix_cache(self) -> None:
         self._cached.clear()
         self._hash_of.clear()
@@ -189,6 +195,8 @@ class FakeEngine:
             if external and is_async:
                 running.state = "loading"
             elif external:
+                # As vLLM does: in the prefix cache before they are filled.
+                self._index(running)
                 sync_targets.append((running, fresh))
         return True
 

@@ -21,6 +21,7 @@ from kvstore.connectors.vllm_parts.sessions import Sessions, Turn, tell_hints
 from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.tracked import Request, Tracked
+from kvstore.connectors.vllm_parts.unfilled import Unfilled
 from kvstore.connectors.vllm_parts.wishes import read
 from kvstore.core.outcome import TierKind
 
@@ -38,8 +39,8 @@ class StepOutput(Protocol):
 
 
 class Scheduler:
-    """`num_ranks` workers answer each order. `per_block`: vLLM's hashes for each block of `block_tokens` tokens. Owned
-    by the scheduler's thread."""
+    """`num_ranks` workers answer each order. `per_block`: vLLM's hashes for each block of `block_tokens` tokens.
+    `evict` takes blocks out of vLLM's prefix cache. Owned by the scheduler's thread."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Scheduler:
         counters: Counters,
         *,
         may_store: bool = True,
+        evict: Callable[[set[int]], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -87,6 +89,7 @@ class Scheduler:
         self._step = 0
         # Steps that began with loads of which it is not known yet whether they came.
         self._unsure_steps: set[int] = set()
+        self._unfilled = Unfilled(evict)
 
     # ------------------------------------------------------------ what to load
 
@@ -127,6 +130,8 @@ class Scheduler:
                 is_async,
             )
         )
+        if not is_async:
+            self._unfilled.begun(request.request_id, self._loads[-1].block_ids)
         tracked.num_loading = self._num_ranks
         tracked.loaded, tracked.load_end_s, tracked.failed_from = {}, None, None
         tracked.first_load = first
@@ -200,6 +205,7 @@ class Scheduler:
     def end_step(self, news: News | None, stored: set[str]) -> None:
         """As `update_connector_output`."""
         self._holding -= stored
+        self._unfilled.ended(news, self._requests.values())
         if news is None:
             return
         self._costs.learn(news)
@@ -240,6 +246,7 @@ class Scheduler:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
+        self._unfilled.left(block_ids)
         self._costs.load_ended(request.request_id)
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         # The last token was sampled but never computed.
@@ -247,8 +254,8 @@ class Scheduler:
         if not tracked.is_loading and not _is_broken(request):
             tracked.block_ids = list(block_ids)
             tracked.retry_s = 0.0
-            # It got here past all failures of the steps that it comes from.
-            self._offer(tracked, computed, is_sure=True)
+            # It got here past all failures of the steps that it comes from, unless it was aborted beside one.
+            self._offer(tracked, computed, is_sure=not _is_aborted(request))
         self._tell(tracked, computed)
         # vLLM itself waits for a load that is under way.
         if not tracked.outstanding or tracked.is_loading:
@@ -379,3 +386,7 @@ class Scheduler:
 def _is_broken(request: Request) -> bool:
     """Whether the request ended by a fault, such as a load that did not come under the policy `fail`."""
     return "ERROR" in str(getattr(request, "status", ""))
+
+
+def _is_aborted(request: Request) -> bool:
+    return "ABORT" in str(getattr(request, "status", ""))

@@ -54,9 +54,11 @@ class Rig:
             lambda: [Shard(space, self.daemon.client())],
             Costs(profile, None, lambda: 0.0),
             self.counters,
+            evict=lambda blocks: engine.evict(blocks),
         )
         self._open += [worker, scheduler]
-        return FakeEngine(scheduler, worker, pages, budget, seed)
+        engine = FakeEngine(scheduler, worker, pages, budget, seed)
+        return engine
 
     def close(self) -> None:
         for side in self._open:
@@ -215,6 +217,31 @@ def test_nothing_is_stored_that_was_computed_over_a_block_that_did_not_come(rig:
     engine.worker.close()
     rig.daemon.slots.pop(key)
     rig.prompts(longer + engine.outputs["b"], prompt(50) + [0] * 0)
+    for stored, slot in rig.daemon.slots.items():
+        if stored in rig.known:
+            assert bytes(slot).startswith(rig.known[stored])
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_block_that_did_not_come_is_not_found_by_the_next_prompt(rig: Rig, is_aborted: bool) -> None:
+    """vLLM has the blocks of a load before the step in its prefix cache before they are filled, and leaves them there
+    when it fails: the request that was to compute them again was aborted, or preempted, and others read garbage."""
+    settings = replace(SETTINGS, load="sync")
+    run(rig.start(settings), FakeRequest("a", prompt(50)))
+    key = engine_keys(namespace().root(), hashes_of(prompt(50)))[2]
+    rig.daemon.slots[key][0] ^= 1
+    engine = rig.start(settings, budget=8)
+    engine.add(FakeRequest("b", prompt(50)))
+    while not engine.recomputed:
+        engine.step()
+    if is_aborted:
+        engine.abort(engine.queue[0])
+    else:
+        engine.preempt(engine.queue[0])
+    # Asks for other blocks than those, so that nobody loads them again.
+    rig.daemon.slots.clear()
+    run(engine, FakeRequest("c", prompt(50) + prompt(9, seed=3)))
+    rig.prompts(prompt(50) + prompt(9, seed=3) + engine.outputs["c"])
     for stored, slot in rig.daemon.slots.items():
         if stored in rig.known:
             assert bytes(slot).startswith(rig.known[stored])
