@@ -79,10 +79,14 @@ class Matcher:
     def match(self, tracked: Tracked, local: int) -> Match | None:
         """Return what to load after the first `local` blocks; None: it is not known yet."""
         usable = self.usable(tracked)
+        tracked.local_tokens = local * self._block_tokens
         if local >= usable:
             inquiry = tracked.inquiry
-            if inquiry is not None and inquiry.answer is not None:
+            # After a load that failed the answer is no longer true, and what is computed instead is offered.
+            if tracked.may_load and inquiry is not None and inquiry.answer is not None:
                 self._heard(tracked, inquiry.answer)
+            if local and tracked.may_load:
+                tracked.plan = "hbm"
             return Match(local, (), self._clock(), tracked.plan)
         answer = self._answer(tracked, local)
         if answer is None:
@@ -198,7 +202,6 @@ class Matcher:
         now = self._clock()
         tiers = answer.tiers[local - answer.first :] if local >= answer.first else ()
         tiers = tiers[: usable - local]
-        tracked.local_tokens = local * self._block_tokens
         tracked.why = answer.why
         is_first = tracked.match is None
         if is_first:

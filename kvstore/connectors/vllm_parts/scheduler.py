@@ -90,6 +90,8 @@ class Scheduler:
         # Steps that began with loads of which it is not known yet whether they came.
         self._unsure_steps: set[int] = set()
         self._unfilled = Unfilled(evict)
+        # Whether vLLM's prefix cache has blocks of before the last reset.
+        self._has_old_blocks = False
 
     # ------------------------------------------------------------ what to load
 
@@ -101,6 +103,8 @@ class Scheduler:
         tracked = self._of(request)
         if request.num_preemptions != tracked.num_preemptions:
             tracked.begin_again(request.num_preemptions)
+        if self._has_old_blocks and num_computed_tokens:
+            tracked.may_store = False
         match = self._matcher.match(tracked, num_computed_tokens // self._block_tokens)
         if match is None:
             return None, False
@@ -270,10 +274,18 @@ class Scheduler:
         return bool(self._holding)
 
     def reset(self) -> None:
-        """Nothing that was stored up to now is found again by this engine, as after a change of its weights."""
+        """Nothing that was stored up to now is found again by this engine, as after a change of its weights.
+
+        Requests under way go on with KV of before, which must not be stored under the keys of afterwards; nor must
+        what vLLM's own prefix cache has, which it does not empty while blocks are in use.
+        """
         self._matcher.reset()
+        self._has_old_blocks = bool(self._holding)
         for tracked in self._requests.values():
             tracked.inquiry, tracked.match = None, None
+            if tracked.request.num_computed_tokens > 0:
+                tracked.may_store = False
+                self._has_old_blocks = True
 
     def close(self) -> None:
         costs = self._costs.snapshot()
@@ -323,6 +335,9 @@ class Scheduler:
             tracked = self._requests.get(new.req_id)
             if tracked is not None:
                 tracked.block_ids = list(new.block_ids[0])
+                if self._has_old_blocks and new.num_computed_tokens and not tracked.num_inquiries:
+                    # Nothing was asked for it, so all this is from vLLM's own prefix cache.
+                    tracked.may_store = False
                 scheduled.append((tracked, new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):

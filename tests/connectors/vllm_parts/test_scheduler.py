@@ -169,3 +169,56 @@ def test_what_a_step_writes_is_known_of_requests_too_that_are_not_followed(rig: 
     output = step_of([("new", 4, [1, 2, 3])], [("old", 8, [4]), ("resumed", 4, [5, 6]), ("same", 9, None)])
     output.scheduled_cached_reqs.resumed_req_ids.add("resumed")
     assert rig.scheduler.begin_step(output).written == (2, 3, 4, 6)
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(rig: Rig) -> None:
+    """After new weights came while requests ran, KV of the old ones was stored under the new keys."""
+    running = rig.begin(18)
+    assert rig.scheduler.begin_step(step_of([("r", 0, [1, 2, 3])], r=10)).stores
+    running.num_computed_tokens = 10
+    waiting = rig.begin(10, request_id="waiting")
+    rig.scheduler.reset()
+    assert not rig.scheduler.begin_step(step_of(cached=[("r", 10, [4, 5])], r=8)).stores
+    running.num_computed_tokens = 18
+    rig.scheduler.finished(running, [1, 2, 3, 4, 5])
+    assert not rig.scheduler.begin_step(step_of()).stores
+    assert waiting.num_computed_tokens == 0
+    assert rig.scheduler.begin_step(step_of([("waiting", 0, [6, 7, 8])], waiting=10)).stores
+
+
+def test_what_vllm_still_has_of_before_a_reset_is_not_stored_after_it(rig: Rig) -> None:
+    """vLLM does not empty its prefix cache while requests run."""
+    running = rig.begin(18)
+    rig.scheduler.begin_step(step_of([("r", 0, [1, 2, 3])], r=10))
+    running.num_computed_tokens = 10
+    rig.scheduler.reset()
+    for request_id, local, expected in (("hit", 8, 0), ("fresh", 0, 1)):
+        request = rig.begin(18, request_id=request_id)
+        rig.scheduler.match(request, local)
+        step = rig.scheduler.begin_step(step_of([(request_id, local, [1, 2, 6, 7, 8])], **{request_id: 10}))
+        assert len(step.stores) == expected, request_id
+        rig.scheduler.finished(request, [1, 2, 6, 7, 8])
+    rig.scheduler.finished(running, [1, 2, 3])
+    rig.scheduler.end_step(None, {"r", "fresh"})
+    rig.scheduler.reset()
+    request = rig.begin(18, request_id="later")
+    rig.scheduler.match(request, 8)
+    assert rig.scheduler.begin_step(step_of([("later", 8, [1, 2, 6, 7, 8])], later=10)).stores
+
+
+def test_what_is_computed_in_place_of_a_load_that_failed_is_stored(rig: Rig) -> None:
+    """The old answer was taken for true once more, so that a damaged prefix did not heal."""
+    request = rig.begin(18, num_cached=4)
+    rig.load(request, [1, 2, 3, 4, 5])
+    rig.scheduler.end_step(News(num_ended={"r": 1}, load_ends={"r": {}}, failed_from={"r": 0}), set())
+    request.num_computed_tokens = 0
+    assert rig.scheduler.match(request, 0) == (0, False)
+    (order,) = rig.scheduler.begin_step(step_of([("r", 0, [6, 7, 8, 9, 10])], r=18)).stores
+    assert (order.depth, order.block_ids) == (0, (6, 7, 8, 9))
+
+
+def test_what_vllm_itself_has_is_reported_as_its_own(rig: Rig) -> None:
+    request = rig.begin(18, num_cached=4)
+    assert rig.scheduler.match(request, 16) == (0, False)
+    tracked = rig.tracked(request)
+    assert (tracked.local_tokens, tracked.plan) == (16, "hbm")
