@@ -6,6 +6,7 @@ import msgspec
 
 from kvstore import wire
 from kvstore.core.key import join_keys
+from kvstore.core.outcome import TierKind
 from tests.support.chats import Prefix, namespace
 from tests.support.decisions import decision, decision_view
 
@@ -42,6 +43,7 @@ REQUESTS: list[wire.Message] = [
     wire.SessionPrefetch("chat", "", NAMESPACE.digest()),
     wire.SessionHint("chat", "", NAMESPACE.digest(), False, True, 1, 60.0),
     wire.Hint(b"k" * 64, True, False, -1, 5.0, 60.0, "why"),
+    wire.Damaged(b"k" * 64, int(TierKind.SSD)),
     wire.SessionDelete("chat", "", NAMESPACE.digest()),
     wire.Evict(["ram"], False),
     wire.Verify(["ssd"], True, False),
