@@ -139,7 +139,10 @@ def test_every_request_of_an_attached_engine_gets_its_reply(peer: Raw, engine: t
     assert isinstance(peer.ask(samples["Attach"]), wire.Error)  # nobody holds the lock on "file"
 
 
-ATTACHED_ONLY = {"Detach", "Hint", "Lookup", "Fetch", "Release", "Store", "Commit", "SessionPut", "Report", "Observe"}
+ATTACHED_ONLY = {
+    *("Detach", "Hint", "Lookup", "Fetch", "Release", "Store", "Commit", "SessionPut", "Report", "Observe"),
+    "Damaged",
+}
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=name)
