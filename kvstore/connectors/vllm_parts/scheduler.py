@@ -27,6 +27,7 @@ from kvstore.core.outcome import TierKind
 
 _RETRY_STORE_S = 1.0
 _IDLE_STEP_S = 0.001
+_SOON_S = 0.05
 
 
 class StepOutput(Protocol):
@@ -85,7 +86,8 @@ class Scheduler:
         self._loads: list[LoadOrder] = []
         self._stores: list[StoreOrder] = []
         self._held: list[str] = []
-        self._holding: set[str] = set()
+        # Since when, the oldest first.
+        self._holding: dict[str, float] = {}
         self._step = 0
         # Steps that began with loads of which it is not known yet whether they came.
         self._unsure_steps: set[int] = set()
@@ -208,7 +210,8 @@ class Scheduler:
 
     def end_step(self, news: News | None, stored: set[str]) -> None:
         """As `update_connector_output`."""
-        self._holding -= stored
+        for request_id in stored:
+            self._holding.pop(request_id, None)
         self._unfilled.ended(news, self._requests.values())
         if news is None:
             return
@@ -265,13 +268,15 @@ class Scheduler:
         if not tracked.outstanding or tracked.is_loading:
             return False
         self._held.append(request.request_id)
-        self._holding.add(request.request_id)
+        self._holding[request.request_id] = self._clock()
         return True
 
     @property
     def is_holding(self) -> bool:
-        """Whether blocks of finished requests will come free soon."""
-        return bool(self._holding)
+        """Whether blocks of finished requests will come free soon. vLLM lets running requests stand still as long as
+        they do, so what is late is not spoken of: then it preempts one."""
+        oldest_s = next(iter(self._holding.values()), None)
+        return oldest_s is not None and self._clock() < oldest_s + _SOON_S
 
     def reset(self) -> None:
         """Nothing that was stored up to now is found again by this engine, as after a change of its weights.

@@ -168,7 +168,7 @@ class Worker:
             self._ended_loads = []
             now = self._clock()
             for request_id, until_s in list(self._held.items()):
-                if not self._storing[request_id] or now >= until_s:
+                if not self._storing[request_id] or now >= until_s or not self._gate.is_open:
                     del self._held[request_id]
                     ended.stored.add(request_id)
         return ended
@@ -267,10 +267,16 @@ class Worker:
         keys = engine_keys(self._root, order.hashes)
         parent = self._root if order.parent is None else engine_keys(self._root, [order.parent])[0]
         job = StoreJob(order, keys, BlockKey(parent), self._fence.expect(order.block_ids), mark, self._clock())
+        # First what may fail: bytes that nobody works on would count as queued for ever.
+        try:
+            self._start_threads()
+        except Exception:
+            for read in job.reads:
+                self._fence.end(read)
+            raise
         with self._changed:
             self._storing[order.request_id] += 1
             self._queued_bytes += num_bytes
-        self._start_threads()
         self._stores.put(job)
 
     def _run_store(self, job: StoreJob, client: Client) -> None:

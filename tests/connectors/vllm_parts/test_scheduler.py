@@ -222,3 +222,17 @@ def test_what_vllm_itself_has_is_reported_as_its_own(rig: Rig) -> None:
     assert rig.scheduler.match(request, 16) == (0, False)
     tracked = rig.tracked(request)
     assert (tracked.local_tokens, tracked.plan) == (16, "hbm")
+
+
+def test_running_requests_do_not_stand_still_for_a_hold_that_is_late(rig: Rig) -> None:
+    """vLLM scheduled none of them, for up to two seconds, instead of preempting one."""
+    request = rig.begin(18)
+    rig.scheduler.begin_step(step_of([("r", 0, [1, 2, 3, 4, 5])], r=18))
+    request.num_computed_tokens = 18
+    assert not rig.scheduler.is_holding
+    assert rig.scheduler.finished(request, [1, 2, 3, 4, 5])
+    assert rig.scheduler.is_holding
+    rig.clock.now += 0.06
+    assert not rig.scheduler.is_holding
+    rig.scheduler.end_step(None, {"r"})
+    assert not rig.scheduler._holding

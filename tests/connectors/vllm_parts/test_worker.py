@@ -415,3 +415,19 @@ def test_once_storing_was_stopped_nothing_is_stored(rig: Rig) -> None:
     rig.step(Step(stores=(store_order((1, 2)),), num_tokens=1))
     assert rig.daemon.slots == {}
     assert rig.news.settled == {"r": 2}
+
+
+def test_a_store_for_which_no_thread_can_start_leaves_nothing_queued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes counted as queued for ever, and in the end nothing was stored any more."""
+
+    def fail() -> None:
+        raise RuntimeError("no thread can be started")
+
+    rig.compute((1, 2))
+    with monkeypatch.context() as faulty:
+        faulty.setattr(rig.worker, "_start_threads", fail)
+        with pytest.raises(RuntimeError):
+            rig.worker.store(Step(stores=(store_order((1, 2)),), num_tokens=1))
+    assert rig.worker._queued_bytes == 0
+    assert not rig.worker._storing
+    assert len(rig.worker._fence) == 0
