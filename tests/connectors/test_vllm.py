@@ -122,6 +122,23 @@ def stored_by(monkeypatch: pytest.MonkeyPatch, request: FakeRequest) -> list[byt
         connector.shutdown()
 
 
+def test_hints_of_no_use_are_said_once_and_never_in_the_words_of_a_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector = begun(monkeypatch)
+    try:
+        with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+            for number in range(3):
+                params = {"session_id": 7, "hints": {"ttl": "my secret", "my name": True}}
+                connector.on_new_request(FakeRequest(f"id-{number}", list(range(9)), params))
+        said = [record.getMessage() for record in caplog.records if "no use" in record.getMessage()]
+        assert len(said) == 1
+        assert "an unknown hint, hints.ttl, session_id" in said[0]
+        assert not any(word in said[0] for word in ("my", "secret", "id-"))
+    finally:
+        connector.shutdown()
+
+
 def begun(monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any] | None = None, **transfer: Any) -> Any:
     """Return a scheduler's connector whose one worker has answered the handshake."""
     module = vllm_names.stand_in(monkeypatch)

@@ -5,6 +5,7 @@
 Nothing here waits for the daemon, but for a moment in steps that have nothing to compute.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -22,8 +23,10 @@ from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.tracked import Request, Tracked
 from kvstore.connectors.vllm_parts.unfilled import Unfilled
-from kvstore.connectors.vllm_parts.wishes import read
+from kvstore.connectors.vllm_parts.wishes import KNOWN, read
 from kvstore.core.outcome import TierKind
+
+_log = logging.getLogger("vllm.kvstore")
 
 _RETRY_STORE_S = 1.0
 _IDLE_STEP_S = 0.001
@@ -94,6 +97,7 @@ class Scheduler:
         self._unfilled = Unfilled(evict)
         # Whether vLLM's prefix cache has blocks of before the last reset.
         self._has_old_blocks = False
+        self._has_told_of_hints = False
 
     # ------------------------------------------------------------ what to load
 
@@ -305,9 +309,21 @@ class Scheduler:
             wishes, wrong = read(request.kv_transfer_params)
             for name in wrong:
                 self._counters.add("faults", f"bad_{name}" if name == "session_id" else "bad_hint")
+            self._say_once(wrong)
             adapter = self._adapters.digest_of(request)
             tracked = self._requests[request.request_id] = Tracked(request, wishes, self._clock(), adapter)
         return tracked
+
+    def _say_once(self, wrong: Sequence[str]) -> None:
+        """Name what of a request's wishes is of no use; never a value, nor a name that a client has made up."""
+        if wrong and not self._has_told_of_hints:
+            self._has_told_of_hints = True
+            names = sorted({name if name in KNOWN else "an unknown hint" for name in wrong})
+            _log.warning(
+                "kvstore: what a request said of itself was of no use and was ignored: %s; this is said once, and "
+                "counted as vllm:kvstore_faults_total each time",
+                ", ".join(names),
+            )
 
     def _gpu_queue_s(self, newest: Tracked) -> float:
         """Seconds of prefill that running requests have still in front of them."""

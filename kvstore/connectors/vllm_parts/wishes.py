@@ -11,6 +11,17 @@ _MAX_PRIORITY = 2
 _MAX_TTL_S = 366 * 86400.0
 
 
+# What a log may say was wrong: all other names are a client's own words.
+KNOWN = frozenset(
+    (
+        "kv_transfer_params",
+        "session_id",
+        "hints",
+        *(f"hints.{name}" for name in ("expect_followup", "end", "pin", "ttl", "priority")),
+    )
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """As in `kvstore.wire.Hint`. `session_id` "": none. `pin` None: as it was."""
