@@ -191,6 +191,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._counters,
             may_store=self._rank.stores and self._kv_transfer_config.is_kv_producer,
         )
+        self._worker.begin()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -371,6 +372,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             may_store=self._kv_transfer_config.is_kv_producer,
             evict=evict,
         )
+        self._scheduler.begin()
 
     def _client(self) -> Client:
         assert self._namespace is not None

@@ -1,6 +1,7 @@
 """The hooks that vLLM calls, with stand-ins for vLLM's names; `tests_vllm` runs them under vLLM itself."""
 
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,23 @@ def stored_by(monkeypatch: pytest.MonkeyPatch, request: FakeRequest) -> list[byt
         connector.shutdown()
 
 
+def test_a_wrong_run_folder_is_warned_of_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a request both the log and the daemon's statistics looked as if all were well."""
+    with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+        connector = begun(monkeypatch)
+        try:
+            for _ in range(30_000):
+                if any("no daemon runs in /nowhere" in record.getMessage() for record in caplog.records):
+                    break
+                threading.Event().wait(0.001)
+            else:
+                raise AssertionError("nothing was said")
+        finally:
+            connector.shutdown()
+
+
 def test_hints_of_no_use_are_said_once_and_never_in_the_words_of_a_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +155,14 @@ def test_hints_of_no_use_are_said_once_and_never_in_the_words_of_a_client(
         assert not any(word in said[0] for word in ("my", "secret", "id-"))
     finally:
         connector.shutdown()
+
+
+def test_an_engine_that_has_not_stepped_yet_shows_as_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM carries reports with steps only, so there was no such metric until the first request."""
+    module = vllm_names.stand_in(monkeypatch)
+    made: dict[tuple[str, ...], float] = {}
+    module.KvstoreConnector.build_prom_metrics(None, made, ["engine"], {0: ["0"]})
+    assert made == {("vllm:kvstore_attached", "0", side): 0 for side in ("scheduler", "worker")}
 
 
 def begun(monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any] | None = None, **transfer: Any) -> Any:

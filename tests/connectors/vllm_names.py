@@ -19,6 +19,30 @@ class _Connector:
         self._connector_metadata = None
 
 
+class _Metric:
+    """One metric, or one of its children; what it is set to goes into `values`, by its name and labels."""
+
+    def __init__(self, values: dict[tuple[str, ...], float], path: tuple[str, ...]) -> None:
+        self._values, self._path = values, path
+
+    def labels(self, *labels: str) -> "_Metric":
+        return _Metric(self._values, (*self._path, *labels))
+
+    def set(self, value: float) -> None:
+        self._values[self._path] = value
+
+
+class _PromMetrics:
+    """`metric_types` takes the values."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        def make(name: str, **_: Any) -> _Metric:
+            return _Metric(metric_types, (name,))
+
+        self._counter_cls = self._gauge_cls = self._histogram_cls = make
+        self.per_engine_labelvalues = per_engine_labelvalues
+
+
 class _Anything(SimpleNamespace):
     pass
 
@@ -34,7 +58,7 @@ _NAMES: dict[str, dict[str, Any]] = {
         "SupportsHMA": type("SupportsHMA", (), {}),
     },
     _METRICS: {
-        "KVConnectorPromMetrics": type("KVConnectorPromMetrics", (), {}),
+        "KVConnectorPromMetrics": _PromMetrics,
         "KVConnectorStats": type("KVConnectorStats", (SimpleNamespace,), {}),
     },
     "vllm.distributed.kv_transfer.kv_connector.utils": {"get_current_attn_backends": lambda *_: []},

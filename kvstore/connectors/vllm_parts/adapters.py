@@ -17,7 +17,7 @@ from typing import Any
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.weights import digest_of
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.*"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.client import Client
+from kvstore.connectors.vllm_parts import scout
 from kvstore.connectors.vllm_parts.gate import Gate
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.teller import Guests, Teller, Work
@@ -23,10 +24,8 @@ from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.key import BlockKey, Namespace, engine_keys
 from kvstore.core.outcome import Outcome, TierKind
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
-_IDLE_S = 1.0
-_SCOUT_DEADLINE_S = 0.25
 _MAX_ASKED = 1024
 
 
@@ -96,6 +95,7 @@ class Consult:
         self._num_open = 0
         self._is_ending = False
         self._thread: threading.Thread | None = None
+        self._idle_s = scout.EVERY_S
         counters.level("attached", "scheduler", lambda: self.gate.is_attached)
 
     # ------------------------------------------------------------ for the scheduler
@@ -104,6 +104,11 @@ class Consult:
     def wants_tokens(self) -> bool:
         """Whether the daemon tells routers which tokens its blocks have; False as long as it was not asked anything."""
         return any(shard.client.wants_tokens for shard in self._shards)
+
+    def begin(self) -> None:
+        """Attach at once, which otherwise the first question does. Before any other call."""
+        self._idle_s = 0.0
+        self._start()
 
     def ask(self, inquiry: Inquiry) -> None:
         if self._num_open >= _MAX_ASKED:
@@ -162,26 +167,14 @@ class Consult:
         while True:
             with self._wanted:
                 if not (self._asked or self._is_ending):
-                    self._wanted.wait(_IDLE_S)
+                    self._wanted.wait(self._idle_s)
+                self._idle_s = scout.EVERY_S
                 if self._asked:
                     return self._asked.popleft()
                 if self._is_ending:
                     return None
-            self._scout()
-
-    def _scout(self) -> None:
-        """Attach, again where the daemon was restarted, before somebody asks."""
-        if not self._shards or not self.gate.is_open:
-            return
-        try:
-            for shard in self._shards:
-                # The root is no block: asking for it counts as no request.
-                shard.client.lookup([shard.namespace.root()], _SCOUT_DEADLINE_S)
-            self.gate.passed()
-        except (TierUnavailable, ProtocolError) as error:
-            self.gate.failed(error)
-        except Exception:
-            _log.exception("kvstore: attaching failed")
+            if self._shards:
+                scout.scout(self.gate, [(shard.client, shard.namespace.root()) for shard in self._shards])
 
     def _do(self, inquiry: Inquiry) -> None:
         answer = Answer(why="fault")

@@ -18,7 +18,7 @@ from policies.interval import Question
 from policies.plan import Backlog, Plan, choose, pinned
 from policies.saved_profile import SavedProfile
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 _SAVE_EVERY_S = 300.0
 # Steps whose output never came, such as those of a paused engine, must not be taken for slow ones.

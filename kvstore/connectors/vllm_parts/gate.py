@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.wire import ErrorCode
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 _FIRST_S, _MOST_S = 0.5, 30.0
 # Nothing can be asked of such a daemon.

@@ -19,7 +19,7 @@ from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.region_pin import RegionPin
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 # So many blocks are copied before their slots are given back.
 _COPY_BLOCKS = 32

@@ -53,6 +53,10 @@ class KvstorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in stats.SECONDS.items()
         }
+        # An engine reports with its steps; without a value nothing would say that it is not attached until then.
+        for engine in per_engine_labelvalues.values():
+            for side in ("scheduler", "worker"):
+                self._child(self._levels, f"attached|{side}", engine).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         report = stats.sound(transfer_stats_data)

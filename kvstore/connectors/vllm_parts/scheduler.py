@@ -99,6 +99,10 @@ class Scheduler:
         self._has_old_blocks = False
         self._has_told_of_hints = False
 
+    def begin(self) -> None:
+        """Attach to the daemon, beside whatever comes: else the first request does."""
+        self._consult.begin()
+
     # ------------------------------------------------------------ what to load
 
     def on_new_request(self, request: Request) -> None:

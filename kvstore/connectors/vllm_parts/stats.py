@@ -31,7 +31,7 @@ COUNTS: Final[Mapping[str, tuple[str, str]]] = {
     "faults": ("kind", "Faults inside of the connector, after which vLLM went on without it."),
 }
 LEVELS: Final[Mapping[str, tuple[str, str]]] = {
-    "attached": ("side", "Whether this side is attached to the daemon."),
+    "attached": ("side", "Whether this side was attached to the daemon at the last step; 0 before the first."),
     "store_queue_bytes": ("", "Bytes that wait to be stored."),
     "load_queue_blocks": ("", "Blocks that are being loaded or wait for it."),
 }

@@ -14,7 +14,7 @@ from kvstore.core.errors import ProtocolError, TierUnavailable
 from kvstore.core.outcome import Outcome
 from kvstore.region_pin import RegionPin
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 # Slots that are granted at once are kept from others until they are filled.
 _BATCH_BLOCKS = 64

@@ -19,7 +19,7 @@ from kvstore.wire import ErrorCode
 if TYPE_CHECKING:
     from kvstore.connectors.vllm_parts.consult import Shard
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 _GREET_S = 2.0
 _MAX_GREETS = 256

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.client import Client
+from kvstore.connectors.vllm_parts import scout
 from kvstore.connectors.vllm_parts.fence import Fence
 from kvstore.connectors.vllm_parts.gate import Gate
 from kvstore.connectors.vllm_parts.jobs import LoadJob, LoadMeter, StoreJob
@@ -30,7 +31,7 @@ from kvstore.connectors.vllm_parts.storer import Storer
 from kvstore.core.key import BlockKey, Namespace, engine_keys
 from kvstore.region_pin import RegionPin
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 _Job = TypeVar("_Job", LoadJob, StoreJob)
 
 # What a step that runs no model waits for news at the most, so that the threads get the interpreter.
@@ -53,7 +54,7 @@ class Ended:
 
 class Worker:
     """One rank. `may_store`: False where another rank stores the same bytes. The step's thread calls; threads begin
-    with the first order."""
+    with the first order, or at `begin`."""
 
     def __init__(
         self,
@@ -94,11 +95,17 @@ class Worker:
         self._threads: list[threading.Thread] = []
         self._client: Client | None = None
         self._is_closed = False
+        self._first_idle_s = scout.EVERY_S
         counters.level("attached", "worker", lambda: self._gate.is_attached)
         counters.level("store_queue_bytes", "", lambda: self._queued_bytes)
         counters.level("load_queue_blocks", "", self._num_loading)
 
     # ------------------------------------------------------------ the step's thread
+
+    def begin(self) -> None:
+        """Attach at once, from the thread that stores: else the first order does. Before any other call."""
+        self._first_idle_s = 0.0
+        self._start_threads()
 
     def clear(self, step: Step) -> None:
         """Let the step, and the loads it orders, write: no store reads those blocks any more."""
@@ -314,17 +321,36 @@ class Worker:
 
     def _serve_stores(self) -> None:
         assert self._client is not None
-        _serve(self._stores, self._run_store, self._client.clone())
+        _serve(self._stores, self._run_store, self._client.clone(), self._scout, self._first_idle_s)
 
     def _serve_loads(self) -> None:
         assert self._client is not None
         _serve(self._loads, self._run_load, self._client.clone())
 
+    def _scout(self, client: Client) -> None:
+        scout.scout(self._gate, [(client, BlockKey(self._root))])
 
-def _serve(jobs: "queue.SimpleQueue[_Job | None]", run: Callable[[_Job, Client], None], client: Client) -> None:
+
+def _serve(
+    jobs: "queue.SimpleQueue[_Job | None]",
+    run: Callable[[_Job, Client], None],
+    client: Client,
+    when_idle: Callable[[Client], None] | None = None,
+    wait_s: float = 0.0,
+) -> None:
+    """Run the jobs, up to a None. `when_idle` is called when nothing has come for `wait_s`, later for a while."""
     try:
-        while (job := jobs.get()) is not None:
-            run(job, client)
+        while True:
+            try:
+                job = jobs.get(timeout=None if when_idle is None else wait_s)
+            except queue.Empty:
+                assert when_idle is not None
+                when_idle(client)
+            else:
+                if job is None:
+                    return
+                run(job, client)
+            wait_s = scout.EVERY_S
     finally:
         client.close()
 

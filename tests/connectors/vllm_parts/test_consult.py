@@ -1,8 +1,10 @@
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from kvstore.connectors.vllm_parts import scout
 from kvstore.connectors.vllm_parts.consult import Answer, Consult, Inquiry, Shard
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.core.errors import ProtocolError, TierUnavailable
@@ -101,6 +103,22 @@ def test_a_daemon_that_is_away_is_an_answer_too(make: Callable[..., Rig]) -> Non
     assert rig.consult.gate.is_attached
 
 
+def test_a_missing_daemon_is_told_of_before_anybody_asks(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a wrong run folder nothing was said until the first request, and nothing then by vLLM's own log."""
+    monkeypatch.setattr(scout, "EVERY_S", 0.001)
+    rig = make()
+    rig.daemons[0].is_away = True
+    with caplog.at_level(logging.INFO, "vllm.kvstore"):
+        rig.consult.begin()
+        until(lambda: rig.consult.gate.is_silent)
+        rig.daemons[0].is_away = False
+        until(lambda: rig.consult.gate.is_attached)
+    said = [(record.levelname, record.name) for record in caplog.records]
+    assert said == [("WARNING", "vllm.kvstore"), ("INFO", "vllm.kvstore")]
+
+
 def test_a_question_whose_time_is_over_is_not_asked(make: Callable[..., Rig]) -> None:
     rig = make()
     inquiry = Inquiry("r", 0, HASHES, rig.clock.now, rig.clock.now - 1.0)
@@ -195,6 +213,14 @@ def test_more_questions_than_may_wait_are_answered_busy(make: Callable[..., Rig]
         rig.consult.ask(inquiry)
     assert [each.answer for each in inquiries[1024:]] == [Answer(why="busy")] * 6
     rig.may_start.set()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    for _ in range(30_000):
+        if happened():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it did not happen")
 
 
 def hold_until(go_on: threading.Event) -> None:

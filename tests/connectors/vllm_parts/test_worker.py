@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.connectors.vllm_parts import scout
 from kvstore.connectors.vllm_parts.orders import LoadOrder, News, Step, StoreOrder
 from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
@@ -121,6 +122,20 @@ def test_the_daemon_is_told_the_tokens_that_are_in_an_order(rig: Rig) -> None:
     rig.step(Step(stores=(dataclasses.replace(store_order((1, 2, 3)), tokens=told),), num_tokens=1, number=1))
     rig.until(lambda _: rig.news.settled.get("r", 0) == 3)
     assert rig.daemon.told_tokens == told
+
+
+def test_a_worker_without_work_finds_the_daemon_and_finds_it_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It attached with the first order only, so that an idle engine whose daemon was restarted had none."""
+    monkeypatch.setattr(scout, "EVERY_S", 0.001)
+    gate = rig.worker._gate
+    rig.worker.begin()
+    for _ in range(2):
+        rig.until(lambda _: gate.is_attached)
+        rig.daemon.is_away = True
+        rig.until(lambda _: gate.is_silent)
+        rig.daemon.is_away = False
+    rig.until(lambda _: gate.is_attached)
+    assert not rig.daemon.slots
 
 
 def test_a_load_that_the_step_needs_is_over_before_it(rig: Rig) -> None:
