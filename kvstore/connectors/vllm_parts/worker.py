@@ -91,6 +91,8 @@ class Worker:
         self._storing: Counter[str] = Counter()
         self._queued_bytes = 0
         self._news = News()
+        # The step of which it is not known yet that it was launched.
+        self._begun: Step | None = None
         self._held: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         self._client: Client | None = None
@@ -109,10 +111,16 @@ class Worker:
 
     def clear(self, step: Step) -> None:
         """Let the step, and the loads it orders, write: no store reads those blocks any more."""
+        for request_id in step.held:
+            self._held[request_id] = self._clock() + self._settings.hold_s
+        if self._begun is not None:
+            # With speculative decoding vLLM says on the last pipeline rank alone that a step has come to its end.
+            self.store(self._begun)
         withdrawn = self._fence.clear_all() if step.writes_anywhere else self._fence.clear(step.written)
         for load in step.loads:
             withdrawn += self._fence.clear(load.block_ids)
         self._counters.add("unstored_blocks", "overwritten", withdrawn)
+        self._begun = step
 
     def stop_storing(self) -> None:
         """Store nothing any more, nothing of what is queued either; returns once nothing is read."""
@@ -143,8 +151,7 @@ class Worker:
 
     def store(self, step: Step) -> None:
         """Queue what the step has completed, which has been launched by now."""
-        for request_id in step.held:
-            self._held[request_id] = self._clock() + self._settings.hold_s
+        self._begun = None
         if step.num_tokens:
             with self._changed:
                 self._news.steps.append(step.number)
@@ -174,8 +181,10 @@ class Worker:
             self._news.add([_news_of(job) for job in jobs])
             self._ended_loads = []
             now = self._clock()
+            waiting = set() if self._begun is None else {order.request_id for order in self._begun.stores}
             for request_id, until_s in list(self._held.items()):
-                if not self._storing[request_id] or now >= until_s or not self._gate.is_open:
+                is_stored = not self._storing[request_id] and request_id not in waiting
+                if is_stored or now >= until_s or not self._gate.is_open:
                     del self._held[request_id]
                     ended.stored.add(request_id)
         return ended
@@ -349,7 +358,11 @@ def _serve(
             else:
                 if job is None:
                     return
-                run(job, client)
+                try:
+                    run(job, client)
+                except Exception:
+                    # The next one may go well, and without this thread nothing would any more.
+                    _log.exception("kvstore: a job failed")
             wait_s = scout.EVERY_S
     finally:
         client.close()

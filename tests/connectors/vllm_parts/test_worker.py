@@ -446,3 +446,26 @@ def test_a_store_for_which_no_thread_can_start_leaves_nothing_queued(rig: Rig, m
     assert rig.worker._queued_bytes == 0
     assert not rig.worker._storing
     assert len(rig.worker._fence) == 0
+
+
+def test_a_step_whose_end_vllm_does_not_say_is_stored_and_held_all_the_same(rig: Rig) -> None:
+    """With speculative decoding on all pipeline ranks but the last: their requests were never released."""
+    rig.compute((1, 2))
+    step = Step(stores=(store_order((1, 2)),), held=("r",), num_tokens=1, number=7)
+    rig.worker.clear(step)
+    assert rig.worker.take(step).stored == set(), "it waits to be stored"
+    rig.worker.clear(Step())
+    rig.until(lambda each: "r" in each.stored)
+    assert rig.news.steps == [7]
+    assert set(rig.daemon.slots) == set(KEYS[:2])
+
+
+def test_a_job_that_fails_altogether_does_not_end_its_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.compute((1, 2, 3, 4))
+    with monkeypatch.context() as faulty:
+        faulty.setattr(rig.worker._storer, "run", lambda *_: 1 / 0)
+        rig.step(Step(stores=(store_order((1, 2)),), num_tokens=1))
+        rig.until(lambda _: rig.news.settled.get("r") == 2)
+    rig.step(Step(stores=(store_order((3, 4), first=2),), num_tokens=1))
+    rig.until(lambda _: rig.news.settled.get("r") == 4)
+    assert KEYS[2] in rig.daemon.slots
