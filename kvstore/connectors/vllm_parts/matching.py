@@ -85,6 +85,9 @@ class Matcher:
             # After a load that failed the answer is no longer true, and what is computed instead is offered.
             if tracked.may_load and inquiry is not None and inquiry.answer is not None:
                 self._heard(tracked, inquiry.answer)
+            if not tracked.is_counted:
+                # What was decided before is not carried out: vLLM has got all of it meanwhile.
+                tracked.match = None
             if local and tracked.may_load:
                 tracked.plan = "hbm"
             return Match(local, (), self._clock(), tracked.plan)
@@ -203,9 +206,7 @@ class Matcher:
         tiers = answer.tiers[local - answer.first :] if local >= answer.first else ()
         tiers = tiers[: usable - local]
         tracked.why = answer.why
-        is_first = tracked.match is None
-        if is_first:
-            self._counters.add("consults", "hit" if tiers else answer.why or "miss")
+        tracked.num_cached = len(tiers)
         question = Question(
             tracked.request.num_tokens, self._block_tokens, self._block_bytes, local, tiers, self._gpu_queue_s(tracked)
         )
@@ -217,9 +218,6 @@ class Matcher:
         plan = self._costs.plan(question, self._settings.plan)
         count = plan.start if plan.is_cut else plan.num_blocks
         tracked.plan = "fetch" if count == len(tiers) else "cut" if count else "recompute"
-        if is_first:
-            self._counters.add("planned_blocks", "load", count)
-            self._counters.add("planned_blocks", "recompute", len(tiers) - count)
         why = Why.PINNED if self._settings.plan != "auto" else Why.LATENCY if plan.measured else Why.NOT_MEASURED
         decision = decided(
             tracked.request.request_id,
@@ -232,6 +230,17 @@ class Matcher:
             {tier: load.queue_s for tier, load in plan.loads.items()},
         )
         return Match(local, tiers[:count], now, tracked.plan, decision)
+
+    def count(self, tracked: Tracked) -> None:
+        """Count what was decided, once it is carried out: vLLM asks again as long as it lacks room."""
+        match = tracked.match
+        if match is None or tracked.is_counted:
+            return
+        tracked.is_counted = True
+        self._counters.add("consults", "hit" if tracked.num_cached else tracked.why or "miss")
+        if tracked.num_cached:
+            self._counters.add("planned_blocks", "load", len(match.tiers))
+            self._counters.add("planned_blocks", "recompute", tracked.num_cached - len(match.tiers))
 
     def patience(self, tracked: Tracked, first: int, tiers: Sequence[TierKind]) -> tuple[float, float]:
         """Return for how long a load may take, and for how long it may bring nothing."""

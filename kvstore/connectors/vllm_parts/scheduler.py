@@ -129,6 +129,7 @@ class Scheduler:
         if not count:
             return
         assert match is not None and count <= len(match.tiers), "vLLM loads what was matched, or less"
+        self._matcher.count(tracked)
         first = match.num_local
         tiers = match.tiers[:count]
         patience_s, silence_s = self._matcher.patience(tracked, first, tiers)
@@ -172,6 +173,7 @@ class Scheduler:
         prefills: list[tuple[int, int]] = []
         num_decodes = 0
         for tracked, computed in self._scheduled(output):
+            self._matcher.count(tracked)
             count = output.num_scheduled_tokens.get(tracked.request.request_id, 0)
             is_prefill = computed < tracked.request.num_prompt_tokens or count > 1
             if is_prefill:

@@ -60,6 +60,8 @@ class Tracked:
     waiting_s: float | None = None
     num_inquiries: int = 0
     match: Match | None = None
+    num_cached: int = 0
+    is_counted: bool = False
     may_load: bool = True
     may_store: bool = True
     num_preemptions: int = 0
@@ -87,6 +89,7 @@ class Tracked:
         self.num_preemptions = num_preemptions
         self.inquiry, self.match, self.num_inquiries = None, None, 0
         self.may_load = self.may_store = True
+        self.num_cached, self.is_counted = 0, False
         self.block_ids = []
         self.loaded, self.load_end_s, self.failed_from = {}, None, None
 

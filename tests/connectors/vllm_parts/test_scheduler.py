@@ -26,7 +26,7 @@ class Rig:
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.clock = Clock()
-        self.counters = Counters()
+        self.counters = Counters(self.clock)
         self._go_on = threading.Event()
         costs = Costs(blank_profile("m", "d", 64, BLOCK_TOKENS, 64), None, self.clock)
         self.scheduler = Scheduler(
@@ -35,7 +35,7 @@ class Rig:
             1,
             64,
             num_ranks,
-            list,
+            self._no_shards,
             costs,
             self.counters,
             clock=self.clock,
@@ -236,3 +236,16 @@ def test_running_requests_do_not_stand_still_for_a_hold_that_is_late(rig: Rig) -
     assert not rig.scheduler.is_holding
     rig.scheduler.end_step(None, {"r"})
     assert not rig.scheduler._holding
+
+
+def test_a_request_that_waits_for_room_is_counted_once_and_when_it_is_loaded(rig: Rig) -> None:
+    """vLLM asks again as long as it lacks room, and each time blocks were counted that nobody loaded."""
+    request = rig.begin(18, num_cached=4)
+    for _ in range(3):
+        assert rig.scheduler.match(request, 0) == (16, True)
+        rig.clock.now += 1.0
+    assert "consults|hit" not in rig.counted()
+    rig.clock.now += 1.0
+    rig.load(request, [1, 2, 3, 4, 5])
+    counted = rig.counted()
+    assert (counted["consults|hit"], counted["planned_blocks|load"]) == (1, 4)
