@@ -153,11 +153,18 @@ class Consult:
             self._thread.start()
 
     def _run(self) -> None:
+        do = self._do
         try:
             self._shards = self._make_shards()
             self._teller.start([Shard(shard.namespace, shard.client.clone()) for shard in self._shards])
+        except Exception:
+            # Who asks is answered at once, and vLLM goes on without the daemon.
+            _log.exception("kvstore: the connector cannot look up blocks; it stays off until vLLM is started again")
+            self._counters.add("faults", "consult")
+            do = self._refuse
+        try:
             while (inquiry := self._next()) is not None:
-                self._do(inquiry)
+                do(inquiry)
         finally:
             for shard in self._shards:
                 shard.client.close()
@@ -175,6 +182,9 @@ class Consult:
                     return None
             if self._shards:
                 scout.scout(self.gate, [(shard.client, shard.namespace.root()) for shard in self._shards])
+
+    def _refuse(self, inquiry: Inquiry) -> None:
+        self._end(inquiry, Answer(why="fault"))
 
     def _do(self, inquiry: Inquiry) -> None:
         answer = Answer(why="fault")

@@ -205,6 +205,20 @@ def test_what_is_told_before_the_end_is_done_and_a_fault_ends_nothing(make: Call
     assert done == [2]
 
 
+def test_where_no_client_can_be_made_every_question_is_answered_at_once() -> None:
+    """The thread ended, so each request waited until its time was over."""
+
+    def fails() -> list[Shard]:
+        raise ValueError("no client")
+
+    rig = Rig()
+    rig.consult = Consult(fails, rig, rig.counters, rig.clock)
+    for _ in range(3):
+        assert rig.ask() == Answer(why="fault")
+    rig.consult.tell(lambda shards: None)
+    rig.consult.close(5.0)
+
+
 def test_more_questions_than_may_wait_are_answered_busy(make: Callable[..., Rig]) -> None:
     rig = make()
     rig.may_start.clear()
