@@ -36,7 +36,7 @@ from kvstore.store.link import WorkerLink
 from kvstore.store.recording import Recording
 from kvstore.store.store import Store
 from kvstore.wire import ErrorCode, Header
-from kvstore.worker.main import WorkerSettings
+from kvstore.worker.opening import WorkerSettings
 from tiers.ram import RamTier
 from tiers.region import Region
 

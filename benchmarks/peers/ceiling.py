@@ -20,7 +20,7 @@ from kvstore.bench.files import PlainFile, drop_cache
 from kvstore.bench.memory import memcpy
 from kvstore.bench.settings import Sizes
 from kvstore.bench.ssd import batches
-from kvstore.worker.main import SSD_WRITERS
+from kvstore.worker.serving import SSD_WRITERS
 
 _MESSAGE = bytes(64)
 

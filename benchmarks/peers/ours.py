@@ -26,7 +26,7 @@ from kvstore.bench.ssd import batches, blocks, expect
 from kvstore.core.key import chain_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.version import VERSION
-from kvstore.worker.main import SSD_WRITERS
+from kvstore.worker.serving import SSD_WRITERS
 from tiers.hbm import HbmTier
 from tiers.ram import RamTier
 from tiers.region import Region

@@ -17,7 +17,7 @@ from kvstore.bench.samples import Compared, Timing, in_turns
 from kvstore.bench.settings import BenchSettings, Sizes
 from kvstore.bench.ssd import blocks, expect
 from kvstore.core.block import BlockMeta
-from kvstore.worker.main import SSD_BATCH_BYTES
+from kvstore.worker.serving import SSD_BATCH_BYTES
 from tiers.ssd import SsdTier
 
 _FULL = 0.9

@@ -22,7 +22,7 @@ from kvstore.bench.settings import MIB, BenchSettings, Sizes, namespace
 from kvstore.core.block import BlockMeta
 from kvstore.core.errors import TierUnavailable
 from kvstore.core.outcome import Outcome
-from kvstore.worker.main import SSD_BATCH_BYTES, SSD_WRITERS
+from kvstore.worker.serving import SSD_BATCH_BYTES, SSD_WRITERS
 from tiers.region import Region
 from tiers.ssd import SsdTier
 

@@ -19,7 +19,7 @@ from kvstore.core.errors import ConfigError, KVStoreError, TierUnavailable
 from kvstore.core.units import approximate_size
 from kvstore.settings import load
 from kvstore.wire import ScrubReport
-from kvstore.worker.main import WorkerSettings, open_tier
+from kvstore.worker.opening import WorkerSettings, open_tier
 from kvstore.worker.scrubber import report_of
 from tiers.scrub import BAD, Orders, ScrubbedTier, Tally, Verdict
 

@@ -22,7 +22,7 @@ import zmq
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store.read_pace import ReadPace
 from kvstore.worker import ops
-from kvstore.worker.main import WorkerSettings
+from kvstore.worker.opening import WorkerSettings
 
 _log = logging.getLogger(__name__)
 _RESTART_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

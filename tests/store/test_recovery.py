@@ -8,8 +8,8 @@ import pytest
 from kvstore import wire
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.wire import ErrorCode
-from kvstore.worker import main as worker
 from kvstore.worker import ops
+from kvstore.worker import serving as worker
 from tests.support import batches
 from tests.support.chats import Prefix, namespace
 from tests.support.memory import MemoryRecords, MemoryTier

@@ -26,7 +26,8 @@ from kvstore.store.link import WorkerLink
 from kvstore.store.store import Store
 from kvstore.worker import ops
 from kvstore.worker.janitor import Janitor, JanitorSettings
-from kvstore.worker.main import Worker, WorkerSettings
+from kvstore.worker.opening import WorkerSettings
+from kvstore.worker.serving import Worker
 from tests.support.chats import parents, payload
 from tests.support.memory import MemoryInventory, MemoryRecords, MemoryTier
 from tiers.base import RecordStore, Tier
