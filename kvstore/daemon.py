@@ -142,7 +142,7 @@ class Daemon:
                     raise ConfigError(f"{link.kind.label}: {link.failure}")
             self._store.turn()
             has_failed = {kind for kind, link in self._links.items() if link.failure}
-            is_recovered = self._store.is_recovered or TierKind.SSD in has_failed
+            is_recovered = self._store.recovery.is_done or TierKind.SSD in has_failed
             are_there = all(link.ready or link.kind in has_failed for link in self._links.values())
             if is_recovered and (are_there or time.monotonic() > began + _WORKER_DEADLINE_S):
                 break
@@ -214,7 +214,7 @@ class Daemon:
             load_window=2 * (config.ssd.threads if is_ssd else config.s3.threads),
             store_window_bytes=_STORE_WINDOW_BYTES,
             store_window_ops=_SSD_STORE_WINDOW_OPS if is_ssd else config.s3.threads,
-            on_recovered=lambda reply: self._store.recovered(reply),
+            on_recovered=lambda reply: self._store.recovery.take_in(reply),
             paces_loads=not is_ssd,
         )
 

@@ -13,7 +13,6 @@ Does not cover: bytes and places (tiers), who may pin (lease.py), when to evict 
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,22 +24,11 @@ from kvstore.core.key import KEY_BYTES, BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.store import bulk
 from kvstore.store.columns import NO_NAMESPACE, NO_PARENT, STORED_TIERS, Columns, tier_bit
+from kvstore.store.namespaces import NamespaceInfo, Namespaces
 from tiers.base import RecoveredBatch
 
 _MAX_REASONS = 65_536
-_MAX_NAMESPACES = 4096  # each engine that attaches may bring one, so there must be an end
 _MAX_DEPTH = (1 << 31) - 1
-
-
-@dataclass(slots=True)
-class NamespaceInfo:
-    """What is known of a namespace; `label` and `block_tokens` only since an engine attached with it."""
-
-    digest: bytes
-    root: bytes
-    payload_bytes: int
-    label: str = ""
-    block_tokens: int = 0
 
 
 class Watcher(Protocol):
@@ -59,28 +47,11 @@ class Catalog:
         to grow; what is not used of it takes next to no memory."""
         self._on_removed = on_removed
         self._index = KeyIndex(capacity)
-        self.namespaces: list[NamespaceInfo] = []
-        self._namespace_ids: dict[bytes, int] = {}
+        self.namespaces = Namespaces()
         self._columns = Columns(self._index.capacity)
         self._blocks = dict.fromkeys(STORED_TIERS, 0)
         self._reasons: OrderedDict[BlockKey, str] = OrderedDict()
         self.watcher: Watcher | None = None
-
-    # ------------------------------------------------------------ namespaces
-
-    def namespace_id(self, digest: bytes, payload_bytes: int, root: bytes = b"") -> int:
-        """Return the id of the namespace, adding it if new; -1 if it is known with another block size, or if there are
-        too many."""
-        known = self._namespace_ids.get(digest)
-        if known is None:
-            if payload_bytes <= 0 or len(self.namespaces) >= _MAX_NAMESPACES:
-                return -1
-            known = len(self.namespaces)
-            self._namespace_ids[digest] = known
-            self.namespaces.append(NamespaceInfo(digest, root, payload_bytes))
-        info = self.namespaces[known]
-        info.root = info.root or root
-        return known if info.payload_bytes == payload_bytes else -1
 
     # ------------------------------------------------------------ reading
 
@@ -213,7 +184,7 @@ class Catalog:
         whoever says so is mistaken, and all entries stay as they are.
         """
         root = meta.parent if meta.depth == 0 else b""
-        namespace = self.namespace_id(meta.namespace, meta.payload_bytes, root)
+        namespace = self.namespaces.id_of(meta.namespace, meta.payload_bytes, root)
         if namespace < 0 or (root and root != self.namespaces[namespace].root) or not 0 <= meta.depth <= _MAX_DEPTH:
             return -1
         block = self._index.find(meta.key)
@@ -238,7 +209,7 @@ class Catalog:
 
         The ids are told apart; as long as nothing else keeps them, entries without copies live until the next call.
         """
-        namespace = self.namespace_id(digest, payload_bytes, root)
+        namespace = self.namespaces.id_of(digest, payload_bytes, root)
         if namespace < 0:
             return np.zeros(0, dtype=np.int32)
         ids = self.find_joined(keys, namespace)
@@ -261,7 +232,7 @@ class Catalog:
         """`ensure` for a batch; out[i] is the id of block i or -1."""
         if not len(batch):
             return np.zeros(0, dtype=np.int32)
-        namespace = self.namespace_id(batch.namespace, batch.payload_bytes)
+        namespace = self.namespaces.id_of(batch.namespace, batch.payload_bytes)
         entry = None
         if namespace >= 0 and self._has_root(self.namespaces[namespace], batch):
             entry = bulk.match(batch, namespace, self._index, self._columns)

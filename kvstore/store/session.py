@@ -22,8 +22,9 @@ from kvstore.core.index import Ids
 from kvstore.core.key import KEY_BYTES
 from kvstore.core.outcome import TierKind
 from kvstore.session_record import MAX_REVISION, MAX_TTL_S, SessionKey, SessionRecord
-from kvstore.store.catalog import Catalog, NamespaceInfo
+from kvstore.store.catalog import Catalog
 from kvstore.store.columns import tier_bit
+from kvstore.store.namespaces import NamespaceInfo
 from kvstore.wire import ChatMessage, ErrorCode, SessionPut, SessionView
 
 _MAX_CACHED_BYTES = 64 << 20

@@ -248,7 +248,7 @@ class SessionRequests:
     # ------------------------------------------------------------ private
 
     def _namespace_of(self, record: SessionRecord) -> int:
-        return self._catalog.namespace_id(record.namespace, record.payload_bytes, record.root)
+        return self._catalog.namespaces.id_of(record.namespace, record.payload_bytes, record.root)
 
     def _buried(self, data: bytes) -> None:
         stone = tombstone.decode(data)

@@ -9,8 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import numpy as np
-
 from kvstore import wire
 from kvstore.config import Config
 from kvstore.core.counts import Counts
@@ -23,7 +21,6 @@ from kvstore.store.borrowed import Borrowed
 from kvstore.store.bucket_known import BucketKnown
 from kvstore.store.catalog import Catalog
 from kvstore.store.census import SessionCensus
-from kvstore.store.chains import by_prefix
 from kvstore.store.damage import drop_damaged
 from kvstore.store.decisions import Decisions
 from kvstore.store.demoter import Demoter
@@ -38,7 +35,7 @@ from kvstore.store.link import WorkerLink
 from kvstore.store.loader import Loader
 from kvstore.store.prefetch import Prefetch
 from kvstore.store.recording import Recording
-from kvstore.store.review import Review
+from kvstore.store.recovery import Recovery
 from kvstore.store.room import Room
 from kvstore.store.session import SessionTable
 from kvstore.store.session_requests import SessionRequests
@@ -48,7 +45,6 @@ from kvstore.store.verification import Verification
 from kvstore.store.writing import Writing
 from kvstore.version import VERSION
 from kvstore.wire import ErrorCode
-from kvstore.worker import ops
 from tiers.ram import RamTier
 
 _log = logging.getLogger(__name__)
@@ -58,8 +54,6 @@ _EXPIRY_EVERY_S = 5.0
 _BUSY_RETRY_S = 0.05
 # So many blocks before anything has to grow, which takes the control thread about 0.2 s; unused rows take no memory.
 _CAPACITY = 1 << 20
-# Sessions, and the tombstones of those whose deletion the bucket has not been told of.
-_ALL_RECORDS = ""
 # About 30 ms of the control thread.
 MAX_BLOCKS_PER_STORE = 1024
 
@@ -153,14 +147,16 @@ class Store:
             links[TierKind.S3].on_tombstones = self.sessions.buried
         self._verification = Verification(catalog, links, self._on_lost)
         self._next_liveness = self._next_housekeeping = self._next_expiry = 0.0
-        self._was_ready = dict.fromkeys(links, False)
-        self.is_recovered = TierKind.SSD not in links
-        self._review = Review(
+        self.recovery = Recovery(
+            links.get(TierKind.SSD),
             catalog,
             self._session_table,
+            self.sessions,
+            self._room,
+            self._writing,
             lambda block: self._on_lost(block, TierKind.SSD, Outcome.MISS),
             self._errors.add,
-            lambda: self._writing.write_down(catalog.blocks_only_in_ram()),
+            ssd_policy=config.ssd.policy,
         )
 
     def announce(self, outlet: Outlet, wall_clock: Callable[[], float] = time.time) -> None:
@@ -195,10 +191,7 @@ class Store:
             self.sessions.housekeeping()
             self._census.step()
             self._known.trim()
-        for tier, link in self._links.items():
-            if link.ready and not self._was_ready[tier] and tier == TierKind.SSD:
-                self._on_ssd_ready(link)
-            self._was_ready[tier] = link.ready
+        self.recovery.look()
         self.sessions.turn(now)
         if self._discovery is not None:
             self._discovery.pump(now)
@@ -209,15 +202,21 @@ class Store:
         loading = any(link.is_loading for link in self._links.values())
         for link in self._links.values():
             link.pump(loading)
-        self._review.pump()
+        self.recovery.review.pump()
         self._fetches.flush()
-        if self._announcing is not None and self.is_recovered:
+        if self._announcing is not None and self.recovery.is_done:
             self._announcing.turn(now)
 
     def next_deadline(self) -> float:
         """When `turn` must be called even if nothing happens."""
         busy = len(self._loader) or any(len(demoter) for demoter in self._demoters.values()) or self.sessions.is_busy
-        busy = busy or bool(self._discovery) or self._review.is_busy or self._room.is_lowering or self._prefetch.is_busy
+        busy = (
+            busy
+            or bool(self._discovery)
+            or self.recovery.review.is_busy
+            or self._room.is_lowering
+            or self._prefetch.is_busy
+        )
         busy = busy or (self._announcing is not None and self._announcing.is_busy)
         deadlines = [self._clock() + (0.02 if busy else _HOUSEKEEPING_EVERY_S)]
         loads = [link.next_deadline() for link in self._links.values()]
@@ -225,31 +224,6 @@ class Store:
             if deadline is not None:
                 deadlines.append(deadline)
         return min(deadlines)
-
-    def recovered(self, reply: ops.Recovered) -> None:
-        """Enter blocks and session records that the SSD tier kept from before the start."""
-        if reply.blocks is not None:
-            batch = reply.blocks.unpack()
-            found = self._catalog.ensure_many(batch)[np.argsort(batch.depths, kind="stable")]
-            self._errors.add("ssd_recovered_inconsistent", int((found < 0).sum()))
-            found = found[found >= 0]
-            blocks = found[np.sort(np.unique(found, return_index=True)[1])]
-            if self._room.deleting[TierKind.SSD]:
-                blocks = blocks[~np.isin(blocks, list(self._room.deleting[TierKind.SSD]))]
-            self._review.saw(blocks)
-            inserted = self._catalog.set_resident_many(blocks, TierKind.SSD)
-            if self._config.ssd.policy != "lru":
-                # Depth by depth, as they are, is all the same to lru, and what others are slowest at.
-                inserted = by_prefix(inserted, self._catalog.parents_of(inserted))
-            self._room.entered(TierKind.SSD, inserted)
-            if self._announcing is not None and self.is_recovered:
-                for block in inserted.tolist():
-                    self._announcing.entered(block, TierKind.SSD)
-        for data in reply.records:
-            if self._review.is_running:
-                self._review.saw_record(data)
-            else:
-                self.sessions.recover(data)
 
     def drain(self) -> None:
         """Nothing new is stored from here on; see `is_drained`."""
@@ -263,24 +237,9 @@ class Store:
     # ------------------------------------------------------------ engines
 
     def attach(self, request: wire.Attach) -> wire.Attached:
-        spec = request.namespace
-        if len(spec.digest) != KEY_BYTES or len(spec.root) != KEY_BYTES:
-            raise ProtocolError(ErrorCode.BAD_REQUEST, f"a namespace's digest and root have {KEY_BYTES} bytes")
-        if not 0 < spec.block_bytes <= self._ram.max_slot_bytes or spec.block_tokens <= 0:
-            raise ProtocolError(
-                ErrorCode.BAD_REQUEST,
-                f"blocks of {spec.block_bytes} bytes do not fit: a block has at most {self._ram.max_slot_bytes} bytes "
-                "with this ram.size; raise it, or lower the block tokens",
-            )
-        namespace = self._catalog.namespace_id(spec.digest, spec.block_bytes, spec.root)
-        if namespace < 0:
-            raise ProtocolError(ErrorCode.BAD_REQUEST, "this namespace has another block size, or there are too many")
-        info = self._catalog.namespaces[namespace]
-        if info.root != spec.root or info.block_tokens not in (0, spec.block_tokens):
-            raise ProtocolError(ErrorCode.BAD_REQUEST, "this namespace is known with another root or block tokens")
-        info.label, info.block_tokens = spec.label[:200], spec.block_tokens
+        namespace = self._catalog.namespaces.attach(request.namespace, self._ram.max_slot_bytes)
         engine = self._engines.attach(namespace, request.name[:200], request.liveness_file)
-        _log.info("engine %d (%s) attached to %s", engine.incarnation, engine.name, info.label)
+        _log.info("engine %d (%s) attached to %s", engine.incarnation, engine.name, request.namespace.label[:200])
         region = self._ram.region
         tiers = [TierKind.RAM.label, *(tier.label for tier in self._links)]
         wants_tokens = self._announcing is not None and self._announcing.wants_tokens
@@ -494,26 +453,8 @@ class Store:
 
     # ------------------------------------------------------------ private
 
-    def _on_ssd_ready(self, link: WorkerLink) -> None:
-        """The SSD tier has been opened, at the start or again: learn what it holds, and copy what it missed."""
-        if self.is_recovered:
-            self._review.begin()
-        link.record(ops.Recover(link.next_op(), _ALL_RECORDS), self._on_recovered)
-        self._writing.write_down(self._catalog.blocks_only_in_ram())
-
-    def _on_recovered(self, result: ops.Result) -> None:
-        if result.outcome != Outcome.OK:
-            return  # the worker died; the next one is asked again
-        if self._review.is_running:
-            self._review.end()
-            return
-        self.is_recovered = True
-        # Nothing is known of when a block was used last, but when its session was is.
-        for session in sorted(self._session_table, key=lambda session: session.last_turn_s):
-            self._room.policies[TierKind.SSD].on_access(session.blocks.tolist())
-
     def _stored_on_ssd(self, block: int) -> None:
-        self._review.saw(block)
+        self.recovery.review.saw(block)
 
     def _on_loaded(self, block: int) -> None:
         self._room.entered(TierKind.RAM, [block])

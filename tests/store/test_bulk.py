@@ -92,16 +92,16 @@ def test_a_batch_does_what_its_blocks_one_by_one_would_do(batches: list[list[Blo
                 catalog.pin(block)
                 catalog.unpin(block)
         catalog.check_integrity()
-    assert len(bulk) == len(single) and bulk.namespaces == single.namespaces
+    assert len(bulk) == len(single) and list(bulk.namespaces) == list(single.namespaces)
 
 
 def test_a_batch_of_a_namespace_that_is_known_with_another_size_or_root_is_refused() -> None:
     catalog = Catalog()
     (batch,) = batches_of([honest(number) for number in range(9)])
-    assert catalog.namespace_id(DIGEST, BYTES + 1, ROOT) == 0
+    assert catalog.namespaces.id_of(DIGEST, BYTES + 1, ROOT) == 0
     assert set(catalog.ensure_many(batch).tolist()) == {-1}
     other = RecoveredBatch(OTHER, BYTES, batch.keys, batch.parents, batch.depths)
-    assert catalog.namespace_id(OTHER, BYTES, b"x" * 32) == 1
+    assert catalog.namespaces.id_of(OTHER, BYTES, b"x" * 32) == 1
     assert -1 in catalog.ensure_many(other).tolist()
     assert catalog.namespaces[1].root == b"x" * 32
 

@@ -5,7 +5,6 @@ import pytest
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey, join_keys
 from kvstore.core.outcome import Outcome, TierKind
-from kvstore.store import catalog as module
 from kvstore.store.catalog import Catalog
 from tests.support.chats import Prefix, namespace
 
@@ -24,7 +23,7 @@ def metas(prefix: Prefix) -> list[BlockMeta]:
 @pytest.fixture
 def catalog() -> Catalog:
     made = Catalog()
-    assert made.namespace_id(DIGEST, BYTES, ROOT) == 0
+    assert made.namespaces.id_of(DIGEST, BYTES, ROOT) == 0
     return made
 
 
@@ -54,7 +53,7 @@ def test_a_lookup_says_the_fastest_tier_of_each_leading_block_and_what_stopped_i
 def test_blocks_of_another_namespace_are_not_there(catalog: Catalog) -> None:
     other = namespace(tenant="other")
     store(catalog, Prefix(NAMESPACE, 1, 2))
-    assert catalog.namespace_id(other.digest(), BYTES, other.root()) == 1
+    assert catalog.namespaces.id_of(other.digest(), BYTES, other.root()) == 1
     assert catalog.lookup(join_keys(Prefix(NAMESPACE, 1, 2).keys), 1) == (b"", Outcome.MISS)
 
 
@@ -132,14 +131,6 @@ def test_blocks_cannot_be_each_others_parents(catalog: Catalog) -> None:
         block = catalog.ensure(BlockMeta(b, a, DIGEST, depth, BYTES))
         assert block == -1, depth
     catalog.check_integrity()
-
-
-def test_there_is_an_end_to_namespaces(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_NAMESPACES", 3)
-    assert [catalog.namespace_id(bytes([n]) * 32, 100) for n in range(4)] == [1, 2, -1, -1]
-    assert catalog.namespace_id(DIGEST, BYTES) == 0
-    assert catalog.namespace_id(DIGEST, BYTES + 1) == -1
-    assert catalog.namespace_id(b"9" * 32, 0) == -1
 
 
 def test_the_columns_grow_with_the_blocks(catalog: Catalog) -> None:

@@ -31,12 +31,12 @@ def test_a_disk_that_opens_late_is_still_asked_what_it_holds(make_rig: MakeRig) 
     link = rig.links[TierKind.SSD]
     link.wire.answers.clear()
     rig.settle(seconds=1.0)
-    assert not rig.store.is_recovered
+    assert not rig.store.recovery.is_done
     engine = rig.attach(NAMESPACE)
     rig.put(engine, NAMESPACE, Prefix(NAMESPACE, 5, 4).keys)
     link._answer([ops.Ready(), link.worker._level()])
     rig.settle(seconds=1.0)
-    assert rig.store.is_recovered
+    assert rig.store.recovery.is_done
     assert view(rig).messages == put(8).messages
     rig.settle(seconds=2.0)
     assert len(rig.lookup(engine, Prefix(NAMESPACE, 5, 4).keys)) == 4
@@ -54,9 +54,9 @@ def test_a_worker_that_dies_while_it_recovers_is_asked_again(make_rig: MakeRig) 
     rig.turn()
     rig.links[TierKind.SSD].die()
     rig.turn()
-    assert not rig.store.is_recovered
+    assert not rig.store.recovery.is_done
     rig.settle(seconds=2.0)
-    assert rig.store.is_recovered and view(rig).num_blocks == 8
+    assert rig.store.recovery.is_done and view(rig).num_blocks == 8
 
 
 def test_after_a_restart_the_blocks_of_the_sessions_used_last_are_evicted_last(make_rig: MakeRig) -> None:

@@ -88,7 +88,7 @@ def test_a_block_stored_while_the_disk_is_asked_is_not_taken_for_lost(make_rig: 
     engine = rig.attach(NAMESPACE)
     turn(rig, engine, 8)
     rig.settle()
-    review = rig.store._review
+    review = rig.store.recovery.review
     review.begin()
     rig.put(engine, NAMESPACE, Prefix(NAMESPACE, 2, 4).keys)
     rig.settle()
@@ -109,11 +109,11 @@ def test_a_worker_that_dies_again_while_it_is_asked_is_asked_anew(make_rig: Make
     rig.store.evict(wire.Evict(["ram"]), lambda _: None)
     link = rig.links[TierKind.SSD]
     link.die()
-    while not rig.store._review.is_running:
+    while not rig.store.recovery.review.is_running:
         rig.clock.now += 0.1
         rig.turn()
     restart_worker(rig)
-    assert not rig.store._review.is_running
+    assert not rig.store.recovery.review.is_running
     assert len(rig.lookup(engine, PREFIX.keys)) == 8
     rig.check()
 
@@ -129,7 +129,7 @@ def test_a_record_that_is_told_twice_makes_no_fork(make_rig: MakeRig) -> None:
     record = before.ssd_records.get(name)
     assert record is not None
     rig = make_rig("b", ssd=disk, ssd_records=before.ssd_records, is_started=False)
-    rig.store.recovered(ops.Recovered(0, records=[record.data]))
+    rig.store.recovery.take_in(ops.Recovered(0, records=[record.data]))
     rig.settle(seconds=1.0)
     assert ids(rig) == {"chat"}
     assert view(rig).messages == put(8).messages

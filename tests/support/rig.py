@@ -251,7 +251,7 @@ class Rig:
         )
         self._locks: dict[int, int] = {}
         for link in self.links.values():
-            link.recovered = self.store.recovered
+            link.recovered = self.store.recovery.take_in
             link.start()
         if is_started:
             self.settle()
