@@ -137,6 +137,7 @@ class Consult:
                 if then is not None:
                     then()
             except Exception as error:
+                # The root of every job: whoever waits for it is told, and the thread goes on with the next.
                 if not isinstance(error, Refused):
                     _log.exception("consulting failed")
                 if not future.done():
@@ -183,6 +184,7 @@ class Consult:
         except (TierUnavailable, ProtocolError):
             return
         except Exception:
+            # Nobody asked for it, and without this thread no request would be answered any more.
             _log.exception("settling with the daemon failed")
 
     # ------------------------------------------------------------ before a request

@@ -99,6 +99,7 @@ class CostKeeper:
                 # The step loop has better things to do, or is gone.
                 continue
             except Exception:
+                # The root of this thread: the engine goes on, and what it measures is lost with it.
                 _log.exception("keeping the measured costs met a fault")
                 return
 

@@ -62,6 +62,7 @@ class Fetcher:
                 job.outcome = Outcome.REJECTED
                 self._faults.add(f"fetch_refused_{error.code}")
             except Exception:
+                # The root of every job: whatever happened, the request goes on, and computes what did not come.
                 _log.exception("a fetch failed")
                 job.outcome = Outcome.UNAVAILABLE
                 self._faults.add("fetch_fault")

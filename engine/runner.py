@@ -99,6 +99,7 @@ class Runner:
             try:
                 self._turn()
             except Exception as error:
+                # The root of this thread: from here on every request is told of the fault, instead of waiting for ever.
                 _log.exception("the step loop met a fault; the engine answers no more requests")
                 self.fault = self.fault or f"{type(error).__name__}: {error}"
 

@@ -211,6 +211,7 @@ class Engine:
             try:
                 future.set_result(action())
             except Exception as error:
+                # It is the asker's to handle; the step loop goes on.
                 future.set_exception(error)
 
         self._runner.post(run)

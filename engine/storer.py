@@ -47,6 +47,7 @@ class Storer:
         except ProtocolError as error:
             self._faults.add(f"store_refused_{error.code}")
         except Exception:
+            # The root of every job: whatever happened, it is reported, or HBM would be held for ever.
             _log.exception("a store failed")
             self._faults.add("store_fault")
         finally:
@@ -92,6 +93,7 @@ class Storer:
                 if may_copy:
                     self._hbm.gather(pool_blocks, view)
         except Exception:
+            # Of the device anything may be raised; a grant that is neither committed nor given back blocks its block.
             _log.exception("a block could not be copied out of HBM")
             self._faults.add("store_copy_fault")
             return False

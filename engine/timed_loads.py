@@ -130,6 +130,7 @@ class TimedLoads:
                 gate.wait()
                 sources.update(self._fetch(self._clones[number], self._prefixes[number][:num_blocks], number))
             except Exception as error:
+                # Raised again where the threads are waited for.
                 faults.append(error)
 
         threads = [threading.Thread(target=one, args=(number,)) for number in range(at_once)]
@@ -141,7 +142,7 @@ class TimedLoads:
             thread.join()
         seconds = time.perf_counter() - began
         if faults:
-            raise TierUnavailable(f"a load failed: {faults[0]}")
+            raise TierUnavailable(f"a load failed: {faults[0]}") from faults[0]
         return seconds, sources
 
     def _fetch(self, client: Client, keys: Sequence[BlockKey], number: int) -> set[TierKind]:

@@ -129,6 +129,7 @@ class RegionPin:
                 _log.warning("the shared region stays unpinned, copies will be slow: %s", error)
                 self._is_refused = True
             except Exception:
+                # The root of this thread, and a driver may raise anything: copies go on, unpinned.
                 _log.exception("the shared region stays unpinned, copies will be slow")
                 self._is_refused = True
 

@@ -70,6 +70,7 @@ class Scrubber:
             _log.warning("the walk over the tier ended early: %s", error)
             outcome = Outcome.UNAVAILABLE
         except Exception:
+            # The root of this thread: whoever ordered the walk is answered, and the worker goes on.
             _log.exception("the walk over the tier failed")
             outcome = Outcome.UNAVAILABLE
         self._answer(ops.Scrubbed(op.op, report_of(tally, self._clock() - started)))
