@@ -47,3 +47,7 @@ def fetched(tier: SsdTier, blocks: Sequence[BlockMeta]) -> list[Outcome]:
     for block, view, outcome in zip(blocks, into, outcomes, strict=True):
         assert outcome is not Outcome.OK or view == payload(block)
     return outcomes
+
+
+def segment_files(folder: Path) -> list[Path]:
+    return sorted((folder / "segments").iterdir())
