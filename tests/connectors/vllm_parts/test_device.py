@@ -1,8 +1,5 @@
 """The GPU's copies: their bytes in the kernels' interpreter, their order against a CUDA that only takes notes."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,27 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 from kvstore.connectors.vllm_parts.device import CudaLane
+from tests.support.interpreter import assert_passes_in_the_interpreter
 
 
 def test_the_copies_pass_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            str(Path(__file__).with_name("device_interpreted.py")),
-        ],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    assert_passes_in_the_interpreter(Path(__file__).with_name("device_interpreted.py"))
 
 
 class NotedCuda:
