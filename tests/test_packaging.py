@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 import venv
 import zipfile
@@ -20,11 +19,11 @@ import yaml
 
 from kvstore.settings import load
 from kvstore.version import VERSION
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 SOURCES = ("engine", "kernels", "kvstore", "policies", "tiers")
-_START_DEADLINE_S = 60.0
 
 
 def check(command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -67,11 +66,8 @@ def daemon(command: Sequence[str | Path], environ: dict[str, str], run_dir: Path
     log = run_dir.with_name("daemon.log")
     with log.open("w") as stderr, subprocess.Popen(command, env=environ, stderr=stderr, text=True) as process:
         try:
-            deadline = time.monotonic() + _START_DEADLINE_S
-            while "ready in" not in log.read_text():
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
+            until(lambda: process.poll() is not None or "ready in" in log.read_text())
+            assert process.poll() is None, log.read_text()
             yield process
         finally:
             process.kill()

@@ -26,7 +26,7 @@ def test_every_way_of_storing_has_a_row_and_the_exact_one_loses_nothing(model: P
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

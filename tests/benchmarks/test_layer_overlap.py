@@ -23,7 +23,7 @@ def test_both_ways_load_everything_from_ram_and_answer_the_same(tmp_path: Path) 
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -85,7 +85,7 @@ def test_a_tiny_run_measures_all_sides_of_every_row(tmp_path: Path, shm_dir: Pat
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

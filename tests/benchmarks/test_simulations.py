@@ -17,7 +17,7 @@ def ran(script: str, *options: str) -> str:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=True,
     )
     return done.stdout

@@ -21,9 +21,10 @@ from kvstore.connection import lock
 from kvstore.control_socket import MAX_PEERS
 from kvstore.frames import Inbox
 from kvstore.wire import ErrorCode
-from tests.support.daemons import DaemonProcess, until
+from tests.support.daemons import DaemonProcess
 from tests.support.decisions import decision
 from tests.support.messages import KEYS, MESSAGE, NAMESPACE, REQUESTS, SPEC, mutate, name
+from tests.support.waiting import PATIENCE_S, until
 
 
 class Raw:
@@ -32,7 +33,7 @@ class Raw:
     def __init__(self, run_dir: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(run_dir / "control.sock"))
-        self._socket.settimeout(5.0)
+        self._socket.settimeout(PATIENCE_S)
         self._inbox = Inbox(wire.MAX_REPLY_BYTES)
         self._sequence = 0
 
@@ -102,9 +103,9 @@ def peer(daemon: DaemonProcess) -> Iterator[Raw]:
 @pytest.fixture
 def engine(daemon: DaemonProcess) -> Iterator[tuple[int, int]]:
     """An attached engine: epoch and incarnation."""
-    with contextlib.closing(Client(daemon.run_dir, namespace=NAMESPACE)) as client:
+    with contextlib.closing(Client(daemon.run_dir, namespace=NAMESPACE, deadline_s=PATIENCE_S)) as client:
         client.ping()
-        attached = client.attach(1.0)
+        attached = client.attach(PATIENCE_S)
         yield attached.epoch, attached.incarnation
 
 
@@ -328,6 +329,7 @@ def test_a_connection_that_ends_amid_a_message_leaves_nothing(daemon: DaemonProc
     def num_files() -> int:
         return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
+    peer.ask(wire.Ping())  # its own connection has been accepted
     before = num_files()
     for _ in range(100):
         with contextlib.closing(Raw(daemon.run_dir)) as hasty:

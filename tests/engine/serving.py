@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from engine.model import ModelSpec
 from engine.service import Engine, EngineOptions
 from tests.engine.fakes import FakeClient, FakeHbm, FakeModel, FakeStore, fake_pool
 from tests.engine.tiny_tokenizer import END, VOCAB, tiny_tokenizer
+from tests.support.waiting import PATIENCE_S, until
 
 SPEC = ModelSpec("fake", "0", "float32", 1, 1, 1, VOCAB, 600, (END,))
 OPTIONS = EngineOptions(block_tokens=4, pool_block_tokens=4, chunk_tokens=32, max_batch=4, max_requests=6)
@@ -52,16 +52,15 @@ class Served:
     def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 5, "ignore_eos": True, **fields})
 
-    def rests(self) -> bool:
-        """Wait until nothing runs and no block is used or held; False if that does not come."""
-        deadline_s = time.monotonic() + 5
-        while time.monotonic() < deadline_s:
+    def rest(self) -> None:
+        """Wait until nothing runs and no block is used or held, and check the pool."""
+
+        def is_at_rest() -> bool:
             state = self.http.get("/v1/hbm").json()
-            if not state["in_use"] and not state["held"]:
-                self.engine.between_steps(self.engine.pool.check_integrity).result(5)
-                return True
-            time.sleep(0.01)
-        return False
+            return not state["in_use"] and not state["held"]
+
+        until(is_at_rest)
+        self.engine.between_steps(self.engine.pool.check_integrity).result(PATIENCE_S)
 
 
 @contextmanager
@@ -78,8 +77,7 @@ def serving(
     thread = threading.Thread(target=lambda: asyncio.run(http_server.serve()))
     thread.start()
     try:
-        while not http_server.started:
-            time.sleep(0.005)
+        until(lambda: http_server.started)
         port = http_server.servers[0].sockets[0].getsockname()[1]
         # No connection outlives its request, so that a test can be seen to leave none open.
         headers = {"connection": "close"}

@@ -23,6 +23,7 @@ from tests.engine import tiny
 from tests.engine.fakes import FakeClient, FakeStore, continuation
 from tests.engine.rig import Answer, Rig
 from tests.engine.test_two_ends import NUM_BLOCKS, PROMPT, cached, measured
+from tests.support.waiting import until
 from tiers.hbm import HbmTier
 
 RAM = TierKind.RAM
@@ -322,10 +323,7 @@ class Rig3:
 
     def forget(self, num_blocks: int) -> None:
         """Wait until kvstore has so many blocks, and lose all that is in HBM."""
-        deadline_s = time.monotonic() + 10
-        while len(self.store.blocks) < num_blocks and time.monotonic() < deadline_s:
-            time.sleep(0.005)
-        assert len(self.store.blocks) >= num_blocks
+        until(lambda: len(self.store.blocks) >= num_blocks)
         self.engine.between_steps(self.engine.pool.drop).result(10)
         self.engine.between_steps(lambda: self._pool.fill_(float("nan"))).result(10)
 

@@ -24,3 +24,5 @@ def make_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
     yield make
     for daemon in made:
         daemon.close()
+        if daemon.log.exists():
+            print(f"{daemon.log.parent.name}:\n{daemon.log.read_text()}")  # shown with a test that failed

@@ -25,8 +25,9 @@ from kvstore.s3server import S3Server
 from policies.cost import StepWork
 from tests.engine.rig import Answer
 from tests.engine.tiny import llama, write_folder
-from tests.support.daemons import DaemonProcess, until
+from tests.support.daemons import DaemonProcess
 from tests.support.s3server import settings_for
+from tests.support.waiting import PATIENCE_S, until
 from tiers.hbm import HbmTier
 
 MakeDaemon = Callable[..., DaemonProcess]
@@ -48,19 +49,19 @@ class Site:
         answer = Answer()
         ask = Ask(f"r{next(_ids)}", "", time.monotonic(), prompt=PROMPT, plan=plan, max_tokens=6, ignore_eos=True)
         turn, opened = self.engine.open(ask, answer)
-        opened.result(20)
+        opened.result(PATIENCE_S)
         assert turn.request is not None
         return answer, turn.request
 
     def complete(self, plan: PlanMode = "auto") -> tuple[list[int], Request]:
         answer, request = self.begin(plan)
-        assert answer.done.wait(30)
+        assert answer.done.wait(PATIENCE_S)
         assert answer.error == ""
         return answer.tokens, request
 
     def only_in_bucket(self) -> None:
         until(lambda: not self.engine.hbm_state()["held"] and not self.engine.hbm_state()["in_use"])
-        self.engine.between_steps(self.engine.pool.drop).result(20)
+        self.engine.between_steps(self.engine.pool.drop).result(PATIENCE_S)
         until(lambda: self.daemon.stats()["tiers"]["s3"]["blocks"] >= NUM_BLOCKS)
         self.daemon.wait_written()
         with contextlib.closing(self.daemon.console()) as console:
@@ -73,7 +74,7 @@ class Site:
             for _ in range(200):
                 self.engine.costs.observe_step(StepWork.of([(64, 64)], 0), 2.0)
 
-        self.engine.between_steps(observe).result(20)
+        self.engine.between_steps(observe).result(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_a_link_that_breaks_in_the_middle_is_computed_around(site: Site, state: 
     assert request.result is not None and request.decision is not None and request.decision.happened is not None
     assert 0 < request.result.tokens[TierKind.S3] < NUM_BLOCKS * BLOCK_TOKENS, "what had come is of use"
     assert sum(request.result.tokens.values()) + request.result.recomputed == len(PROMPT)
-    site.engine.between_steps(site.engine.pool.check_integrity).result(20)
+    site.engine.between_steps(site.engine.pool.check_integrity).result(PATIENCE_S)
 
 
 def test_a_daemon_that_dies_in_the_middle_is_computed_around(site: Site) -> None:
@@ -134,12 +135,12 @@ def test_a_daemon_that_dies_in_the_middle_is_computed_around(site: Site) -> None
     answer, request = site.begin("fetch")
     until(lambda: request.block_table)
     site.daemon.kill()
-    assert answer.done.wait(30)
+    assert answer.done.wait(PATIENCE_S)
     assert answer.tokens == computed
     assert request.result is not None and request.result.miss.get("unavailable", 0) == NUM_BLOCKS * BLOCK_TOKENS
     site.link.be(Line())
     site.daemon.start()
-    site.engine.between_steps(site.engine.pool.check_integrity).result(20)
+    site.engine.between_steps(site.engine.pool.check_integrity).result(PATIENCE_S)
 
 
 def test_an_engine_that_ends_in_the_middle_of_a_load_ends_its_requests(site: Site) -> None:

@@ -17,7 +17,8 @@ from engine.guard import Guard
 from engine.model import Model, load_model, make_pool
 from engine.service import Engine, EngineOptions
 from tests.engine.tiny import llama, write_folder
-from tests.support.daemons import DaemonProcess, until
+from tests.support.daemons import DaemonProcess
+from tests.support.waiting import PATIENCE_S, until
 from tiers.hbm import HbmTier
 
 MakeDaemon = Callable[..., DaemonProcess]
@@ -52,7 +53,7 @@ class Served:
     def drop(self) -> None:
         """Forget what is in HBM, once it is stored."""
         until(lambda: not self.engine.hbm_state()["held"] and not self.engine.hbm_state()["in_use"])
-        self.engine.between_steps(self.engine.pool.drop).result(20)
+        self.engine.between_steps(self.engine.pool.drop).result(PATIENCE_S)
 
 
 @contextlib.contextmanager

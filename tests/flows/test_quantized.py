@@ -18,7 +18,8 @@ from kvstore.core.key import chain_keys
 from kvstore.core.outcome import TierKind
 from tests.engine.rig import Answer
 from tests.engine.tiny import llama, write_folder
-from tests.support.daemons import DaemonProcess, until
+from tests.support.daemons import DaemonProcess
+from tests.support.waiting import PATIENCE_S, until
 from tiers.hbm import HbmTier
 
 MakeDaemon = Callable[..., DaemonProcess]
@@ -43,8 +44,8 @@ class Running:
         answer = Answer()
         ask = Ask(f"r{next(_ids)}", "", time.monotonic(), prompt=PROMPT, plan=plan, max_tokens=8, ignore_eos=True)
         turn, opened = self.engine.open(ask, answer)
-        opened.result(20)
-        assert answer.done.wait(20)
+        opened.result(PATIENCE_S)
+        assert answer.done.wait(PATIENCE_S)
         assert answer.error == ""
         assert turn.request is not None
         return answer.tokens, turn.request
@@ -57,12 +58,12 @@ class Running:
             self.engine.pool.release(blocks)
             return self._pool[blocks].clone()
 
-        return self.engine.between_steps(look).result(20)
+        return self.engine.between_steps(look).result(PATIENCE_S)
 
     def drop(self) -> None:
         """Forget what is in HBM, once it is stored."""
         until(lambda: not self.engine.hbm_state()["held"] and not self.engine.hbm_state()["in_use"])
-        assert self.engine.between_steps(self.engine.pool.drop).result(20) >= 20
+        assert self.engine.between_steps(self.engine.pool.drop).result(PATIENCE_S) >= 20
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.daemons import DaemonProcess
+from tests.support.waiting import PATIENCE_S
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -18,6 +19,8 @@ def test_the_example_of_a_client_stores_a_prompt_and_then_fetches_it(
     daemon = make_daemon()
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
     example = example.replace('"/tmp/kv"', repr(str(daemon.run_dir))).replace("33_554_432", "65_536")
+    example = example.replace('name="my-engine"', f'name="my-engine", deadline_s={PATIENCE_S}')
+    example = example.replace("deadline_s=0.5", f"deadline_s={PATIENCE_S}")
     script = tmp_path / "example.py"
     script.write_text(example, "utf-8")
     first, second = _run(script), _run(script)

@@ -1,8 +1,10 @@
 """The daemon is killed, stopped and started again under engines that go on."""
 
 import contextlib
+import itertools
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import wire
 from kvstore.client import Client
 from kvstore.core.errors import KVStoreError, TierUnavailable
-from kvstore.core.key import BlockKey
+from kvstore.core.key import BlockKey, join_keys
 from kvstore.core.outcome import Outcome, TierKind
 from tests.support.chats import Prefix, namespace
-from tests.support.daemons import DaemonProcess, fetch, ignoring_faults, store, store_all, until
+from tests.support.daemons import DaemonProcess, fetch, ignoring_faults, store, store_all
+from tests.support.waiting import PATIENCE_S, until
 
 MakeDaemon = Callable[..., DaemonProcess]
 NAMESPACE = namespace()
@@ -26,7 +30,7 @@ class Writer(threading.Thread):
 
     def __init__(self, daemon: DaemonProcess, number: int) -> None:
         super().__init__()
-        self.client = daemon.engine(deadline_s=2.0)
+        self.client = daemon.engine()
         self.number = number
         self.on_ssd: set[BlockKey] = set()
         self.prefixes: list[Prefix] = []
@@ -98,24 +102,21 @@ def test_sigterm_writes_down_what_is_only_in_ram(make_daemon: MakeDaemon) -> Non
 
 
 def test_sigterm_twice_stops_at_once(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon(ssd_enabled="false", s3_bucket="nobody", s3_endpoint="http://127.0.0.1:9")
+    daemon = make_daemon(
+        ssd_enabled="false", s3_bucket="nobody", s3_endpoint="http://127.0.0.1:9", daemon_drain_deadline="600s"
+    )
     prefix = Prefix(NAMESPACE, 1, 4)
     with contextlib.closing(daemon.engine()) as client:
         store(client, NAMESPACE, prefix.keys)
         session_put(client, prefix)
-    started = time.monotonic()
     daemon.process.terminate()
     until(lambda: "draining" in daemon.log.read_text())
     assert daemon.process.poll() is None
     daemon.process.terminate()
-    daemon.process.wait(10)
-    assert time.monotonic() - started < 8.0
+    daemon.process.wait(PATIENCE_S)
 
 
 def session_put(client: Client, prefix: Prefix) -> None:
-    from kvstore import wire
-    from kvstore.core.key import join_keys
-
     client.session_put(
         wire.SessionPut(
             "chat",
@@ -132,7 +133,7 @@ def test_a_second_daemon_in_the_same_folder_is_refused_and_the_first_goes_on(mak
     daemon = make_daemon()
     assert "another daemon runs in" in daemon.start_refused()
     with contextlib.closing(daemon.console()) as console:
-        assert console.ping() < 5.0
+        assert console.ping() > 0
 
 
 def test_a_client_goes_on_by_itself_after_the_daemon_was_restarted(make_daemon: MakeDaemon) -> None:
@@ -143,11 +144,9 @@ def test_a_client_goes_on_by_itself_after_the_daemon_was_restarted(make_daemon: 
         daemon.wait_written()
         region = client.region
         daemon.kill()
-        started = time.monotonic()
         for _ in range(20):
             with pytest.raises(TierUnavailable):
-                client.lookup(prefix.keys)
-        assert time.monotonic() - started < 1.0, "a daemon that is known to be dead was waited for"
+                client.lookup(prefix.keys, deadline_s=600.0)  # a daemon that is known to be dead is not waited for
         client.report(None)  # type: ignore[arg-type]
         client.observe({"unknown": 1})
         daemon.start()
@@ -165,8 +164,8 @@ def test_grants_and_leases_of_another_boot_are_void(make_daemon: MakeDaemon) -> 
     with contextlib.closing(daemon.engine()) as client, contextlib.closing(daemon.engine()) as other:
         store_all(client, NAMESPACE, first.keys)
         grant = client.store(second.keys, NAMESPACE.root(), 0)
-        stream = other.fetch(first.keys, 30.0)
-        (landed, *_) = stream.landed(5.0)
+        stream = other.fetch(first.keys, PATIENCE_S)
+        (landed, *_) = stream.landed(PATIENCE_S)
         daemon.restart()
         written = [block.generation for block in grant.blocks]
         assert client.commit(second.keys, written, [True] * 4) == [Outcome.STALE] * 4
@@ -178,7 +177,7 @@ def test_grants_and_leases_of_another_boot_are_void(make_daemon: MakeDaemon) -> 
 
 
 def test_clones_share_one_attachment_and_each_finds_the_new_daemon(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon()
+    daemon = make_daemon(ssd_max_bytes="1GiB")
     prefix = Prefix(NAMESPACE, 1, 4)
     root = daemon.engine()
     clients = [root.clone() for _ in range(6)]
@@ -187,6 +186,7 @@ def test_clones_share_one_attachment_and_each_finds_the_new_daemon(make_daemon: 
     assert daemon.stats()["daemon"]["engines"] == 1
     failures: list[BaseException] = []
     is_over = threading.Event()
+    seeds = itertools.count(2)  # what is stored must be new to each daemon, also to the last
 
     def use(client: Client) -> None:
         try:
@@ -194,7 +194,7 @@ def test_clones_share_one_attachment_and_each_finds_the_new_daemon(make_daemon: 
                 with contextlib.suppress(TierUnavailable):
                     assert fetch(client, NAMESPACE, prefix.keys)[0] == [Outcome.OK] * 4
                 with contextlib.suppress(TierUnavailable):
-                    store(client, NAMESPACE, Prefix(NAMESPACE, random.randrange(50), 4).keys)
+                    store(client, NAMESPACE, Prefix(NAMESPACE, next(seeds), 4).keys)
         except BaseException as error:
             failures.append(error)
 
@@ -239,10 +239,8 @@ def test_the_socket_and_the_region_are_for_this_user_alone(make_daemon: MakeDaem
 
 def test_a_client_whose_daemon_hangs_gives_up_by_its_deadline(make_daemon: MakeDaemon) -> None:
     """Attaching held a lock while it waited, so that of eight threads the last one waited eight deadlines."""
-    import signal
-
     daemon = make_daemon()
-    root = daemon.engine(deadline_s=0.5)
+    root = daemon.engine(deadline_s=1.0)
     clients = [root.clone() for _ in range(8)]
     daemon.process.send_signal(signal.SIGSTOP)
     waits: list[float] = []
@@ -259,7 +257,7 @@ def test_a_client_whose_daemon_hangs_gives_up_by_its_deadline(make_daemon: MakeD
     for thread in threads:
         thread.join()
     daemon.process.send_signal(signal.SIGCONT)
-    assert len(waits) == 8 and max(waits) < 1.0
+    assert len(waits) == 8 and max(waits) < 5.0
     for client in (root, *clients):
         until(lambda client=client: client.ping() > 0)
         client.close()
@@ -267,11 +265,9 @@ def test_a_client_whose_daemon_hangs_gives_up_by_its_deadline(make_daemon: MakeD
 
 def test_a_grant_whose_commit_was_not_answered_does_not_block_its_block_for_ever(make_daemon: MakeDaemon) -> None:
     """The message was lost with the socket, and a grant lasts as long as its engine: PENDING, for days."""
-    import signal
-
     daemon = make_daemon()
     prefix = Prefix(NAMESPACE, 1, 4)
-    with contextlib.closing(daemon.engine(deadline_s=0.3)) as client:
+    with contextlib.closing(daemon.engine(deadline_s=3.0)) as client:
         grant = client.store(prefix.keys, NAMESPACE.root(), 0)
         daemon.process.send_signal(signal.SIGSTOP)
         with pytest.raises(TierUnavailable):

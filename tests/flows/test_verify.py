@@ -18,8 +18,9 @@ from kvstore.core.key import join_keys
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.s3server import S3Server
 from tests.support.chats import Prefix, namespace, payload
-from tests.support.daemons import DaemonProcess, fetch, store_all, until
+from tests.support.daemons import DaemonProcess, fetch, store_all
 from tests.support.s3server import settings_for
+from tests.support.waiting import until
 from tiers.s3 import S3Tier
 
 NAMESPACE = namespace()
@@ -217,7 +218,7 @@ def test_damage_in_the_bucket_is_found_and_repaired(
     )
     with contextlib.closing(daemon.engine()) as client:
         turn(client)
-    until(lambda: durable(daemon) == "s3", 30.0)
+    until(lambda: durable(daemon) == "s3")
     name = tier._blocks.name(PREFIX.keys[9])
     data = bytearray(8192 + HEADER_BYTES)
 

@@ -12,6 +12,7 @@ from tests.support.chats import Prefix
 from tests.support.daemons import DaemonProcess
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.messages import NAMESPACE
+from tests.support.waiting import PATIENCE_S
 
 KEYS = Prefix(NAMESPACE, 1, 2).keys
 
@@ -31,7 +32,7 @@ def in_child(action: Callable[[], object]) -> bool:
 def test_a_child_asks_over_a_connection_of_its_own(tmp_path: Path) -> None:
     """Both counted on from the same sequence number, and on one connection each took the other's answer for its own:
     another prompt's slots for its blocks."""
-    with FakeDaemon(tmp_path) as daemon, contextlib.closing(Client(tmp_path)) as client:
+    with FakeDaemon(tmp_path) as daemon, contextlib.closing(Client(tmp_path, deadline_s=PATIENCE_S)) as client:
         daemon.answer = lambda request: [wire.Pong(1)]
         client.ping()
         before = len(daemon._socket)
@@ -52,7 +53,7 @@ def test_a_child_that_closes_its_client_leaves_the_parents_grants_alone(tmp_path
     daemon = DaemonProcess(tmp_path, {})
     daemon.start()
     try:
-        with contextlib.closing(Client(daemon.run_dir, namespace=NAMESPACE)) as client:
+        with contextlib.closing(daemon.engine(NAMESPACE)) as client:
             grant = client.store(KEYS, NAMESPACE.root(), 0)
 
             def close() -> bool:
@@ -71,7 +72,7 @@ def test_a_child_may_not_commit_what_the_parent_was_granted(tmp_path: Path) -> N
     daemon = DaemonProcess(tmp_path, {})
     daemon.start()
     try:
-        with contextlib.closing(Client(daemon.run_dir, namespace=NAMESPACE)) as client:
+        with contextlib.closing(daemon.engine(NAMESPACE)) as client:
             grant = client.store(KEYS, NAMESPACE.root(), 0)
             generations = [block.generation for block in grant.blocks]
             assert in_child(lambda: client.commit(KEYS, generations, [True, True]) == [Outcome.STALE] * 2)

@@ -1,15 +1,17 @@
 """The API's process as the daemon starts it."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from kvstore.config import Config, HttpConfig
 from kvstore.http_process import HttpProcess
+from tests.support.waiting import until
 
 
-def test_modules_in_the_current_folder_are_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_current_folder_are_not_taken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """`python -m` imports from the current folder first, so a daemon that somebody started in /tmp ran whatever
     other users had put there as `msgspec.py`."""
     trap = tmp_path / "trapped"
@@ -17,8 +19,12 @@ def test_modules_in_the_current_folder_are_not_taken_for_ours(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     process = HttpProcess(Config(http=HttpConfig(port=0)), tmp_path)
     process.start()
-    deadline = time.monotonic() + 3
-    while not trap.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    said: list[str] = []
+
+    def serves_or_is_trapped() -> bool:
+        said.append(capfd.readouterr().err)
+        return trap.exists() or "HTTP API on" in "".join(said)
+
+    until(serves_or_is_trapped)
     process.stop()
     assert not trap.exists()

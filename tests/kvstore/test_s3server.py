@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import boto3
@@ -14,11 +13,13 @@ from botocore.exceptions import ClientError
 from kvstore import s3server
 from kvstore.core.errors import ConfigError
 from kvstore.s3server import S3Server
+from tests.support.waiting import until
 
 _STARTER = """
 import sys
 from pathlib import Path
 from kvstore.s3server import S3Server
+from tests.support.waiting import until
 server = S3Server(Path(sys.argv[1]), buckets=["bucket"])
 print(server.pid, server.endpoint, flush=True)
 sys.stdin.read()
@@ -40,10 +41,7 @@ def test_it_ends_with_the_process_that_started_it_and_lets_no_stranger_in(tmp_pa
             stranger.get_object(Bucket="bucket", Key="x")
         stranger.close()
         starter.kill()
-    deadline = time.monotonic() + 30
-    while is_running(pid):
-        assert time.monotonic() < deadline, "the server outlives whoever started it"
-        time.sleep(0.02)
+    until(lambda: not is_running(pid))
 
 
 def test_where_it_is_not_installed_it_says_how_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,33 +7,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvstore.client import Client
-from kvstore.core.errors import KVStoreError, TierUnavailable
+from kvstore.core.errors import KVStoreError
 from kvstore.core.key import BlockKey, Namespace
 from kvstore.core.outcome import Outcome, TierKind
 from tests.support.chats import namespace as small_namespace
 from tests.support.chats import parents, payload
-
-_T = TypeVar("_T")
-READY_S = 30.0
-
-
-def until(condition: Callable[[], _T], deadline_s: float = 15.0) -> _T:
-    """Return what `condition` returns once that is true; a daemon that does not answer counts as not yet."""
-    deadline = time.monotonic() + deadline_s
-    while True:
-        try:
-            if value := condition():
-                return value
-        except TierUnavailable:
-            pass
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
+from tests.support.waiting import PATIENCE_S, until
 
 
 class DaemonProcess:
@@ -48,6 +32,7 @@ class DaemonProcess:
         self.shm_dir = Path(tempfile.mkdtemp(prefix="kvstore-test-", dir="/dev/shm"))
         chosen: dict[str, object] = {
             "daemon_run_dir": self.run_dir,
+            "daemon_drain_deadline": f"{PATIENCE_S}s",
             "ram_size": "8MiB",
             "ram_shm_dir": self.shm_dir,
             "ssd_path": self.ssd_dir,
@@ -80,11 +65,12 @@ class DaemonProcess:
 
     def start(self) -> None:
         """Start it and wait until it answers."""
-        self._process = self.spawn()
+        process = self._process = self.spawn()
         with contextlib.closing(Client(self.run_dir)) as console:
-            until(lambda: console.ping() > 0 or self._process is None, READY_S)
+            until(lambda: process.poll() is not None or console.ping() > 0)
+        assert process.poll() is None, self.log.read_text()
 
-    def start_refused(self, deadline_s: float = 20.0) -> str:
+    def start_refused(self, deadline_s: float = PATIENCE_S) -> str:
         """Start one that must end by itself, and not in good order; return its log."""
         with self.spawn() as process:
             try:
@@ -100,7 +86,7 @@ class DaemonProcess:
         self.process.kill()
         self.process.wait()
 
-    def stop(self, deadline_s: float = 20.0) -> int:
+    def stop(self, deadline_s: float = 1.5 * PATIENCE_S) -> int:
         """SIGTERM; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(deadline_s)
@@ -112,12 +98,18 @@ class DaemonProcess:
     def worker(self, tier: str) -> int:
         """The process id of a tier's worker."""
         for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            files = [os.readlink(path) for path in Path(f"/proc/{child}/fd").iterdir() if path.is_symlink()]
-            holds_disk = any(name.startswith(str(self.ssd_dir)) for name in files)
+            holds_disk = any(name.startswith(str(self.ssd_dir)) for name in _open_files(child))
             is_worker = b"kvstore.worker.main" in Path(f"/proc/{child}/cmdline").read_bytes()
             if is_worker and holds_disk == (tier == "ssd"):
                 return int(child)
         raise AssertionError(f"no worker of the {tier} tier runs")
+
+    def kill_worker(self, tier: str) -> None:
+        """kill -9 the worker of a tier; return when the daemon has noticed, which starts another before long."""
+        gone = f"{tier}: the worker is gone"
+        before = self.log.read_text().count(gone)
+        os.kill(self.worker(tier), signal.SIGKILL)
+        until(lambda: self.log.read_text().count(gone) > before)
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -127,9 +119,9 @@ class DaemonProcess:
     # ------------------------------------------------------------ clients
 
     def console(self) -> Client:
-        return Client(self.run_dir, deadline_s=5.0)
+        return Client(self.run_dir, deadline_s=PATIENCE_S)
 
-    def engine(self, namespace: Namespace | None = None, deadline_s: float = 5.0) -> Client:
+    def engine(self, namespace: Namespace | None = None, deadline_s: float = PATIENCE_S) -> Client:
         return Client(self.run_dir, namespace=namespace or small_namespace(), name="test", deadline_s=deadline_s)
 
     def stats(self) -> dict[str, Any]:
@@ -139,9 +131,15 @@ class DaemonProcess:
     def errors(self) -> dict[str, int]:
         return dict(self.stats()["errors"])
 
-    def wait_written(self, tier: str = "ssd", deadline_s: float = 15.0) -> None:
+    def wait_written(self, tier: str = "ssd") -> None:
         """Until nothing waits to be copied to that tier."""
-        until(lambda: self.stats()["tiers"][tier]["queue"] == 0, deadline_s)
+        until(lambda: self.stats()["tiers"][tier]["queue"] == 0)
+
+
+def _open_files(process_id: str) -> Iterator[str]:
+    for path in Path(f"/proc/{process_id}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed by now
+            yield os.readlink(path)
 
 
 def store(client: Client, namespace: Namespace, keys: Sequence[BlockKey], start: int = 0) -> list[Outcome]:
@@ -161,7 +159,7 @@ def store(client: Client, namespace: Namespace, keys: Sequence[BlockKey], start:
     return outcomes
 
 
-def store_all(client: Client, namespace: Namespace, keys: Sequence[BlockKey], deadline_s: float = 30.0) -> None:
+def store_all(client: Client, namespace: Namespace, keys: Sequence[BlockKey]) -> None:
     """Store the prefix, waiting where there is no room for now."""
     done = 0
 
@@ -173,11 +171,11 @@ def store_all(client: Client, namespace: Namespace, keys: Sequence[BlockKey], de
             outcomes.pop(0)
         return done == len(keys)
 
-    until(go_on, deadline_s)
+    until(go_on)
 
 
 def fetch(
-    client: Client, namespace: Namespace, keys: Sequence[BlockKey], deadline_s: float = 10.0
+    client: Client, namespace: Namespace, keys: Sequence[BlockKey], deadline_s: float = PATIENCE_S
 ) -> tuple[list[Outcome], list[TierKind]]:
     """Fetch the blocks, releasing as they land; every byte of what is OK is checked. Return outcomes and sources."""
     outcomes = [Outcome.UNKNOWN] * len(keys)

@@ -12,11 +12,12 @@ from pathlib import Path
 from kvstore.client import Client
 from kvstore.core.outcome import Outcome
 from tests.support.chats import Prefix, namespace
+from tests.support.waiting import PATIENCE_S
 
 
 def main(run_dir: str, what: str, seed: str, num_blocks: str) -> None:
     prefix = Prefix(namespace(), int(seed), int(num_blocks))
-    client = Client(Path(run_dir), namespace=prefix.namespace, name="to be killed", deadline_s=5.0)
+    client = Client(Path(run_dir), namespace=prefix.namespace, name="to be killed", deadline_s=PATIENCE_S)
     if what == "grants":
         granted = [b for b in client.store(prefix.keys, prefix.namespace.root(), 0).blocks if b.outcome == Outcome.OK]
         for block in granted[::2]:
@@ -27,7 +28,7 @@ def main(run_dir: str, what: str, seed: str, num_blocks: str) -> None:
         stream = client.fetch(prefix.keys, 500.0)
         held = 0
         while not stream.done:
-            held += sum(block.outcome == Outcome.OK for block in stream.landed(5.0))
+            held += sum(block.outcome == Outcome.OK for block in stream.landed(PATIENCE_S))
     print("holding", held, flush=True)
     time.sleep(600)
 

@@ -47,7 +47,7 @@ def test_the_command_prints_json_alone_and_leaves_nothing_behind(tmp_path: Path)
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stderr
     measured = json.loads(ran.stdout)
