@@ -145,7 +145,7 @@ class Store:
         )
         if TierKind.S3 in links:
             links[TierKind.S3].on_tombstones = self.sessions.buried
-        self._verification = Verification(catalog, links, self._on_lost)
+        self._verification = Verification(catalog, links, self._on_found_corrupt)
         self._next_liveness = self._next_housekeeping = self._next_expiry = 0.0
         self.recovery = Recovery(
             links.get(TierKind.SSD),
@@ -463,10 +463,17 @@ class Store:
         self._writing.loaded(block)
 
     def _on_lost(self, block: int, tier: TierKind, outcome: Outcome) -> None:
-        self._errors.add(f"{tier.label}_{'corrupt' if outcome == Outcome.CORRUPT else 'lost'}")
+        if outcome != Outcome.CORRUPT:
+            # Of those the tier that has read them keeps count.
+            self._errors.add(f"{tier.label}_lost")
         if tier == TierKind.S3 and self._discovery is not None:
             self._discovery.lost(self._catalog.key(block))
         self._room.lost(block, tier, outcome)
+
+    def _on_found_corrupt(self, block: int, tier: TierKind, outcome: Outcome) -> None:
+        """A verification has found it, which is no read of the tier's."""
+        self._errors.add(f"{tier.label}_corrupt")
+        self._on_lost(block, tier, outcome)
 
     def _on_removed(self, block: int) -> None:
         self._writing.ended(block)

@@ -106,7 +106,7 @@ def test_flipped_bits_on_the_disk_become_misses(make_daemon: MakeDaemon, seed: i
         assert set(outcomes) == {Outcome.OK, Outcome.CORRUPT}
         num_bad = outcomes.count(Outcome.CORRUPT)
         assert 0 < num_bad <= 20
-        assert daemon.errors()["ssd_corrupt"] >= num_bad
+        until(lambda: daemon.errors().get("ssd_corrupt", 0) == num_bad)
         first_bad = outcomes.index(Outcome.CORRUPT)
         found = client.lookup(prefix.keys)
         assert len(found.tiers) == first_bad and found.why == "corrupt"

@@ -116,7 +116,8 @@ def test_a_damaged_block_that_is_fetched_is_counted_missed_and_healed(make_daemo
         outcomes, _ = fetch(client, NAMESPACE, PREFIX.keys)
         assert [i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK] == [5]
         assert outcomes[5] == Outcome.CORRUPT
-        assert daemon.errors()["ssd_corrupt"] >= 1
+        until(lambda: "ssd_corrupt" in daemon.errors())
+        assert daemon.errors()["ssd_corrupt"] == 1
         store_all(client, NAMESPACE, PREFIX.keys)
         assert set(fetch(client, NAMESPACE, PREFIX.keys)[0]) == {Outcome.OK}
 

@@ -150,7 +150,7 @@ def test_where_the_ssd_fails_the_bucket_serves(make_rig: MakeRig, fault: Outcome
     assert fetch.outcomes == [Outcome.OK] * 3
     assert set(fetch.sources.values()) == {TierKind.S3}
     errors = rig.stats()["errors"]
-    assert errors.get("ssd_corrupt", 0) == (6 if fault == Outcome.CORRUPT else 0)  # by us, and by the tier
+    assert errors.get("ssd_corrupt", 0) == (3 if fault == Outcome.CORRUPT else 0)
     rig.check()
 
 
