@@ -23,7 +23,7 @@ from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.tracked import Request, Tracked
 from kvstore.connectors.vllm_parts.unfilled import Unfilled
-from kvstore.connectors.vllm_parts.wishes import KNOWN, read
+from kvstore.connectors.vllm_parts.wishes import read
 from kvstore.core.outcome import TierKind
 
 _log = logging.getLogger("vllm.kvstore")
@@ -321,14 +321,13 @@ class Scheduler:
         return tracked
 
     def _say_once(self, wrong: Sequence[str]) -> None:
-        """Name what of a request's wishes is of no use; never a value, nor a name that a client has made up."""
+        """Name what of a request's wishes is of no use; never a value."""
         if wrong and not self._has_told_of_hints:
             self._has_told_of_hints = True
-            names = sorted({name if name in KNOWN else "an unknown hint" for name in wrong})
             _log.warning(
                 "kvstore: what a request said of itself was of no use and was ignored: %s; this is said once, and "
                 "counted as vllm:kvstore_faults_total each time",
-                ", ".join(names),
+                ", ".join(sorted(wrong)),
             )
 
     def _gpu_queue_s(self, newest: Tracked) -> float:

@@ -1,7 +1,6 @@
 """What `kv_connector_extra_config` may say, parsed once and loudly."""
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +11,8 @@ from kvstore.core.errors import ConfigError
 
 LoadMode = Literal["async", "sync"]
 PlanMode = Literal["auto", "fetch", "recompute"]
+# Thirty years: as good as for ever, and what a wait can be given.
+_MAX_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def _value(name: str, raw: Any) -> Any:
             if isinstance(raw, int) and not isinstance(raw, bool) and raw > 0:
                 return raw
         case _:
-            if isinstance(raw, int | float) and not isinstance(raw, bool) and math.isfinite(raw) and raw >= 0:
+            if isinstance(raw, int | float) and not isinstance(raw, bool) and 0 <= raw <= _MAX_S:
                 return float(raw)
     raise ConfigError(f"kv_connector_extra_config: {name} cannot be {raw!r}; {_EXPECTED[name]}")
 

@@ -1,6 +1,5 @@
 """What a request says of itself in `kv_transfer_params`: its session, and hints on what will become of its blocks."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +10,10 @@ _MAX_PRIORITY = 2
 _MAX_TTL_S = 366 * 86400.0
 
 
-# What a log may say was wrong: all other names are a client's own words.
-KNOWN = frozenset(
-    (
-        "kv_transfer_params",
-        "session_id",
-        "hints",
-        *(f"hints.{name}" for name in ("expect_followup", "end", "pin", "ttl", "priority")),
-    )
-)
+_FLAGS = ("expect_followup", "end", "pin")
+_HINTS = (*_FLAGS, "ttl", "priority")
+# All hints that we do not know, of which there may be as many as fit into a request, in a client's own words.
+UNKNOWN_HINT = "an unknown hint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +33,8 @@ class Wishes:
 
 
 def read(params: object) -> tuple[Wishes, list[str]]:
-    """Return what the params ask for, and the names of what in them is of no use: a wrong hint fails no request."""
+    """Return what the params ask for, and the names of what in them is of no use: a wrong hint fails no request. The
+    names are ours, and few, whatever a client sends. Never raises."""
     if not isinstance(params, Mapping):
         return Wishes(), [] if params is None else ["kv_transfer_params"]
     values: dict[str, Any] = {}
@@ -53,15 +48,19 @@ def read(params: object) -> tuple[Wishes, list[str]]:
     hints = params.get("hints") or {}
     if not isinstance(hints, Mapping):
         return Wishes(**values), [*wrong, "hints"]
-    for name, raw in hints.items():
-        if name in ("expect_followup", "end", "pin") and isinstance(raw, bool):
+    given = [name for name in _HINTS if name in hints]
+    for name in given:
+        raw = hints[name]
+        if name in _FLAGS and isinstance(raw, bool):
             values[name] = raw
         elif name == "ttl" and _is_number(raw) and 0 <= raw <= _MAX_TTL_S:
             values["ttl_s"] = float(raw)
-        elif name == "priority" and isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) <= _MAX_PRIORITY:
-            values["priority"] = raw
+        elif name == "priority" and _is_number(raw) and raw in range(-_MAX_PRIORITY, _MAX_PRIORITY + 1):
+            values["priority"] = int(raw)
         else:
             wrong.append(f"hints.{name}")
+    if len(hints) > len(given):
+        wrong.append(UNKNOWN_HINT)
     if values.get("expect_followup") and values.get("end"):
         # The daemon refuses both at once, with all that came beside them.
         del values["expect_followup"], values["end"]
@@ -70,4 +69,5 @@ def read(params: object) -> tuple[Wishes, list[str]]:
 
 
 def _is_number(raw: object) -> bool:
-    return isinstance(raw, int | float) and not isinstance(raw, bool) and math.isfinite(raw)
+    # Nothing is made a float before it is known to fit: JSON has numbers of any length.
+    return isinstance(raw, int | float) and not isinstance(raw, bool)

@@ -38,6 +38,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
         ("max_store_bytes", "1GiB"),
         ("deadline_s", -1),
         ("deadline_s", float("nan")),
+        ("deadline_s", float("inf")),
+        ("deadline_s", 10**400),
         ("hold_s", True),
     ],
 )

@@ -1,6 +1,6 @@
 import pytest
 
-from kvstore.connectors.vllm_parts.wishes import Wishes, read
+from kvstore.connectors.vllm_parts.wishes import UNKNOWN_HINT, Wishes, read
 
 
 def test_a_session_and_its_hints_are_read() -> None:
@@ -34,8 +34,21 @@ def test_without_any_of_it_there_are_no_wishes(params: object) -> None:
         ({"hints": {"expect_followup": True, "end": True}}, "hints.end"),
         ({"hints": {"priority": 3}}, "hints.priority"),
         ({"hints": {"pin": 1}}, "hints.pin"),
-        ({"hints": {"unheard_of": True}}, "hints.unheard_of"),
+        ({"hints": {"ttl": 10**400}}, "hints.ttl"),
+        ({"hints": {"ttl": float("nan")}}, "hints.ttl"),
+        ({"hints": {"ttl": -1}}, "hints.ttl"),
+        ({"hints": {"priority": -(10**400)}}, "hints.priority"),
+        ({"hints": {"priority": float("nan")}}, "hints.priority"),
+        ({"hints": {"priority": True}}, "hints.priority"),
+        ({"hints": {"unheard_of": True}}, UNKNOWN_HINT),
+        ({"hints": {7: True, "x" * 1_000_000: 1}}, UNKNOWN_HINT),
     ],
 )
 def test_what_is_of_no_use_is_named_and_left_out(params: object, named: str) -> None:
     assert read(params) == (Wishes(), [named])
+
+
+def test_as_many_unknown_hints_as_a_client_likes_are_one_name() -> None:
+    """Each was named and counted, on the thread that schedules everybody's steps."""
+    _, wrong = read({"hints": {f"hint-{number}": True for number in range(10_000)}})
+    assert wrong == [UNKNOWN_HINT]
