@@ -101,7 +101,9 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = settings.parse(transfer.kv_connector_extra_config)
-        identity.refuse_what_cannot_be_right(vllm_config, kv_cache_config)
+        identity.refuse_what_cannot_be_right(
+            vllm_config, kv_cache_config, hears_of_sleep=hasattr(KVConnectorBase_V1, "supports_sleep_mode")
+        )
         self._counters = Counters()
         self._told: set[str] = set()
         self._worker: Worker | None = None

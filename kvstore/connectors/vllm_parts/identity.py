@@ -48,8 +48,11 @@ class Rank:
         return self.tp_rank % self.kv_replicas == 0
 
 
-def refuse_what_cannot_be_right(config: Any, kv_cache_config: Any, environ: Any = os.environ) -> None:
-    """Raise ConfigError, naming the model and what to do, where blocks cannot be kept and found correctly."""
+def refuse_what_cannot_be_right(
+    config: Any, kv_cache_config: Any, environ: Any = os.environ, *, hears_of_sleep: bool = True
+) -> None:
+    """Raise ConfigError, naming the model and what to do, where blocks cannot be kept and found correctly.
+    `hears_of_sleep`: whether this vLLM tells a connector when it takes the KV cache's memory away."""
     model = config.model_config.model
     groups = list(kv_cache_config.kv_cache_groups)
     if len(groups) != 1 or not all(_is_plain(group.kv_cache_spec) for group in groups):
@@ -58,6 +61,12 @@ def refuse_what_cannot_be_right(config: Any, kv_cache_config: Any, environ: Any 
             f"kvstore cannot keep the KV cache of {model}: its layers need more than full attention ({kinds}). "
             "Start vLLM with --disable-hybrid-kv-cache-manager where the model allows it (every layer then keeps all "
             "tokens: more memory for each), or without this connector"
+        )
+    if not hears_of_sleep and getattr(config.model_config, "enable_sleep_mode", False):
+        # A store that had waited over the sleep would read what is there afterwards, and keep it under a good key.
+        raise ConfigError(
+            f"kvstore cannot keep the KV cache of {model} in sleep mode with this vLLM, which takes its memory away "
+            "without a word: start it without --enable-sleep-mode, or use vLLM 0.33"
         )
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

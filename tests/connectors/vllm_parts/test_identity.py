@@ -178,6 +178,15 @@ def test_what_would_make_blocks_that_nobody_can_use_is_refused(path: str, value:
         refuse_what_cannot_be_right(vllm, cache_config(), {})
 
 
+def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it() -> None:
+    """A store that had waited over the sleep would have kept what the memory held afterwards, under a good key."""
+    vllm = config()
+    vllm.model_config.enable_sleep_mode = True
+    refuse_what_cannot_be_right(vllm, cache_config(), {}, hears_of_sleep=True)
+    with pytest.raises(ConfigError, match=r"sleep mode.*vLLM 0\.33"):
+        refuse_what_cannot_be_right(vllm, cache_config(), {}, hears_of_sleep=False)
+
+
 def test_a_hash_with_a_seed_is_served() -> None:
     vllm = config()
     vllm.cache_config.prefix_caching_hash_algo = "xxhash"
