@@ -66,7 +66,8 @@ class Gate:
                 self._closed_until_s = self._clock() + self._wait_s
             was_there, self._was_there = self._was_there, False
         if was_there is not False:
-            _log.warning("kvstore: the %s goes on without the daemon, and tries again: %s", self._who, error)
+            # As text: a handler that keeps its records would keep the old region mapped, by the error's traceback.
+            _log.warning("kvstore: the %s goes on without the daemon, and tries again: %s", self._who, str(error))
 
     def _shuts(self, error: ProtocolError) -> bool:
         if error.code in _NEVER_UNDERSTOOD:

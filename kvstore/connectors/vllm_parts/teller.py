@@ -137,8 +137,9 @@ class Teller:
             return
         try:
             work(shards)
-        except TierUnavailable as error:
-            self._gate.failed(error)
+        except TierUnavailable:
+            # Whether the daemon is there is for those to say who wait for it: what is told may take it long.
+            return
         except ProtocolError as error:
             # What one request asked for shuts nobody out.
             self._counters.add("faults", "tell")

@@ -184,7 +184,8 @@ class Worker:
             waiting = set() if self._begun is None else {order.request_id for order in self._begun.stores}
             for request_id, until_s in list(self._held.items()):
                 is_stored = not self._storing[request_id] and request_id not in waiting
-                if is_stored or now >= until_s or not self._gate.is_open:
+                # A daemon that says nothing stores nothing soon; the fence keeps what waits all the same.
+                if is_stored or now >= until_s or not self._gate.is_open or self._gate.is_silent:
                     del self._held[request_id]
                     ended.stored.add(request_id)
         return ended

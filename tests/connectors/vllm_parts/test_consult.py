@@ -187,6 +187,21 @@ def test_what_one_request_tells_shuts_nobody_out(make: Callable[..., Rig]) -> No
     assert rig.ask().asked
 
 
+def test_a_daemon_that_takes_long_over_what_it_is_told_is_not_taken_for_silent(make: Callable[..., Rig]) -> None:
+    """Each record of a session that came too late made lookups less patient, and two lines in the log."""
+    rig = make()
+    assert rig.ask().asked
+    done = threading.Event()
+
+    def late(shards: Sequence[Shard]) -> None:
+        raise TierUnavailable("the daemon did not answer within 1 s")
+
+    rig.consult.tell(late)
+    rig.consult.tell(lambda shards: done.set())
+    hold_until(done)
+    assert rig.consult.gate.is_attached
+
+
 def test_everything_that_is_told_at_once_is_done_though_nobody_asks(make: Callable[..., Rig]) -> None:
     """With two things to tell the thread put each behind the other for ever, and took a whole core."""
     rig = make()

@@ -13,6 +13,7 @@ from kvstore.connectors.vllm_parts.orders import LoadOrder, News, Step, StoreOrd
 from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.worker import Ended, Worker
+from kvstore.core.errors import TierUnavailable
 from kvstore.core.key import engine_keys
 from tests.support.vllm import Clock, MemoryDaemon, MemoryPages, hashes_of, kv_of, namespace
 
@@ -368,6 +369,18 @@ def test_a_finished_request_is_held_until_it_is_stored_and_no_longer_than_agreed
         go_on.set()
         rig.worker.close()
     assert len(rig.daemon.slots) == 1
+
+
+def test_a_finished_request_is_not_held_for_a_daemon_that_says_nothing(rig: Rig) -> None:
+    """Each kept its blocks for two seconds, and vLLM preempted others for want of room."""
+    go_on = threading.Event()
+    rig.pages.before_gather = lambda block_id: hold_until(go_on)
+    rig.compute((1,))
+    rig.step(Step(stores=(store_order((1,)),), num_tokens=1))
+    assert rig.step(Step(held=("r",))).stored == set()
+    rig.worker._gate.failed(TierUnavailable("the daemon did not answer within 1 s"))
+    assert rig.take().stored == {"r"}
+    go_on.set()
 
 
 def test_a_rank_that_need_not_store_settles_its_orders_all_the_same() -> None:
