@@ -114,7 +114,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not transfer.is_kv_consumer:
             # Followed and stored like any other request, but never asked for.
             self._settings = replace(self._settings, plan="recompute")
-        self._evict: Callable[[set[int]], None] | None = None
+        self._block_pool: Any = None
         if role == KVConnectorRole.SCHEDULER:
             _recompute_what_does_not_come(transfer)
         # vLLM does not always say when a process ends, and what waits to be stored would be lost.
@@ -270,7 +270,7 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM calls this before any worker answers the handshake."""
-        self._evict = getattr(gpu_block_pool, "evict_blocks", None)
+        self._block_pool = gpu_block_pool
 
     @_guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -358,8 +358,8 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             max(each.block_bytes for each in distinct),
         )
         self._namespace = first
-        evict = self._evict or (lambda _: None)
-        if self._settings.load == "sync" and (why := _why_not_sync(config, self._evict)):
+        evict = getattr(self._block_pool, "evict_blocks", None)
+        if self._settings.load == "sync" and (why := _why_not_sync(config, evict)):
             _log.warning('kvstore: "load" is "async" and not "sync": %s', why)
             self._settings = replace(self._settings, load="async")
         self._scheduler = Scheduler(
@@ -372,9 +372,15 @@ class KvstoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Costs(profile, self._settings.profile_dir, time.monotonic),
             self._counters,
             may_store=self._kv_transfer_config.is_kv_producer,
-            evict=evict,
+            evict=evict or (lambda _: None),
+            has_cached_blocks=self._has_cached_blocks,
         )
         self._scheduler.begin()
+
+    def _has_cached_blocks(self) -> bool:
+        """Whether vLLM's prefix cache has any block; also where that cannot be told."""
+        cached = getattr(self._block_pool, "cached_block_hash_to_block", None)
+        return cached is None or len(cached) > 0
 
     def _client(self) -> Client:
         assert self._namespace is not None

@@ -184,16 +184,18 @@ class MemoryStream:
 
     def damaged(self, blocks: Sequence[LandedBlock]) -> None:
         for block in blocks:
-            del self._daemon.slots[self._keys[block.index]]
+            self._daemon.slots.pop(self._keys[block.index], None)
 
 
 class MemoryPages:
-    """A KV cache of one layer, `[num_blocks, BODY_BYTES]`. `before_gather` is called before each copy out of it."""
+    """A KV cache of one layer, `[num_blocks, BODY_BYTES]`. `before_gather` is called before each copy out of it,
+    `before_scatter` before each copy into it."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [bytearray(BODY_BYTES) for _ in range(num_blocks)]
         self.payload_bytes = BODY_BYTES + SEAL_BYTES
         self.before_gather: Callable[[int], None] = lambda block_id: None
+        self.before_scatter: Callable[[], None] = lambda: None
 
     def mark(self) -> object:
         return None
@@ -204,6 +206,7 @@ class MemoryPages:
             out[:] = self.blocks[block_id]
 
     def scatter(self, payloads: Sequence[memoryview], block_ids: Sequence[int], after: object) -> None:
+        self.before_scatter()
         for block_id, payload in zip(block_ids, payloads, strict=True):
             self.blocks[block_id][:] = payload
 
@@ -214,9 +217,10 @@ class MemoryPages:
         return
 
 
-def kv_of(block_hash: bytes) -> bytearray:
-    """What the model computes for a block: it follows from the hash, so that every mix-up shows."""
-    return bytearray(hashlib.shake_256(b"kv" + block_hash).digest(BODY_BYTES))
+def kv_of(block_hash: bytes, rank: int = 0, era: int = 0) -> bytearray:
+    """What a rank computes of a block: it follows from the hash, so that every mix-up shows. `era` counts the weights
+    that a process has had."""
+    return bytearray(hashlib.shake_256(b"kv%d,%d" % (rank, era) + block_hash).digest(BODY_BYTES))
 
 
 def hashes_of(token_ids: Sequence[int]) -> list[bytes]:
@@ -239,6 +243,7 @@ class FakeRequest:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.num_in_flight_tokens = 0
+        self.status = "RUNNING"
         self.skip_reading_prefix_cache = False
         self.kv_transfer_params = params
 

@@ -7,10 +7,8 @@ Nothing here waits for the daemon, but for a moment in steps that have nothing t
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import msgspec
 
 from kvstore.connectors.vllm_parts.adapters import Adapters
 from kvstore.connectors.vllm_parts.consult import Consult, Shard
@@ -18,9 +16,11 @@ from kvstore.connectors.vllm_parts.costs import Costs
 from kvstore.connectors.vllm_parts.matching import Matcher
 from kvstore.connectors.vllm_parts.orders import LoadOrder, News, Step, StoreOrder, most_by_tier
 from kvstore.connectors.vllm_parts.reports import report_of
-from kvstore.connectors.vllm_parts.sessions import Sessions, Turn, tell_hints
+from kvstore.connectors.vllm_parts.sessions import Sessions
 from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
+from kvstore.connectors.vllm_parts.step_output import StepOutput, written
+from kvstore.connectors.vllm_parts.telling import telling
 from kvstore.connectors.vllm_parts.tracked import Request, Tracked
 from kvstore.connectors.vllm_parts.unfilled import Unfilled
 from kvstore.connectors.vllm_parts.wishes import read
@@ -33,18 +33,10 @@ _IDLE_STEP_S = 0.001
 _SOON_S = 0.05
 
 
-class StepOutput(Protocol):
-    """The part of `vllm.v1.core.sched.output.SchedulerOutput` that is used."""
-
-    scheduled_new_reqs: Sequence[Any]
-    scheduled_cached_reqs: Any
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
-
-
 class Scheduler:
     """`num_ranks` workers answer each order. `per_block`: vLLM's hashes for each block of `block_tokens` tokens.
-    `evict` takes blocks out of vLLM's prefix cache. Owned by the scheduler's thread."""
+    `evict` takes blocks out of vLLM's prefix cache, `has_cached_blocks` says whether any is in it. Owned by the
+    scheduler's thread."""
 
     def __init__(
         self,
@@ -59,6 +51,7 @@ class Scheduler:
         *,
         may_store: bool = True,
         evict: Callable[[set[int]], None] = lambda _: None,
+        has_cached_blocks: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -95,8 +88,10 @@ class Scheduler:
         # Steps that began with loads of which it is not known yet whether they came.
         self._unsure_steps: set[int] = set()
         self._unfilled = Unfilled(evict)
-        # Whether vLLM's prefix cache has blocks of before the last reset.
-        self._has_old_blocks = False
+        self._has_cached_blocks = has_cached_blocks
+        # Whether vLLM's prefix cache may have blocks that are not what their hashes say: of before the last reset, or
+        # computed over what did not come.
+        self._has_wrong_blocks = False
         self._has_told_of_hints = False
 
     def begin(self) -> None:
@@ -112,8 +107,9 @@ class Scheduler:
         """As `get_num_new_matched_tokens`."""
         tracked = self._of(request)
         if request.num_preemptions != tracked.num_preemptions:
+            self._let_go(tracked)
             tracked.begin_again(request.num_preemptions)
-        if self._has_old_blocks and num_computed_tokens:
+        if self._has_wrong_blocks and num_computed_tokens:
             tracked.may_store = False
         match = self._matcher.match(tracked, num_computed_tokens // self._block_tokens)
         if match is None:
@@ -150,18 +146,14 @@ class Scheduler:
         tracked.num_loading = self._num_ranks
         tracked.loaded, tracked.load_end_s, tracked.failed_from = {}, None, None
         tracked.first_load = first
-        blocks: dict[TierKind, int] = {}
-        for tier in tiers:
-            blocks[tier] = blocks.get(tier, 0) + 1
-        self._costs.load_begun(request.request_id, blocks)
+        self._costs.load_begun(request.request_id, Counter(tiers))
 
     def sources(self, request_id: str) -> dict[TierKind, int]:
         """Return how many tokens of a request come from which tier."""
         tracked = self._requests.get(request_id)
-        counts: dict[TierKind, int] = {}
-        for tier in () if tracked is None or tracked.match is None else tracked.match.tiers:
-            counts[tier] = counts.get(tier, 0) + self._block_tokens
-        return counts
+        if tracked is None or tracked.match is None:
+            return {}
+        return {tier: count * self._block_tokens for tier, count in Counter(tracked.match.tiers).items()}
 
     # ------------------------------------------------------------ steps
 
@@ -181,12 +173,14 @@ class Scheduler:
                 tracked.computed_tokens += max(0, min(count, tracked.request.num_prompt_tokens - computed))
             else:
                 num_decodes += 1
+            first, end = computed // self._block_tokens, (computed + count) // self._block_tokens
+            self._unfilled.computed(tracked.request.request_id, tracked.block_ids[first:end])
             self._offer(tracked, min(computed + count, tracked.request.num_tokens))
         if output.total_num_scheduled_tokens:
             self._costs.step_begun(self._step, prefills, num_decodes)
         else:
             self._consult.wait(_IDLE_STEP_S)
-        return self._order(output, tuple(self._stores), self._written(output))
+        return self._order(output, tuple(self._stores), written(output, self._block_tokens))
 
     def begin_step_after_fault(self, output: StepOutput) -> Step:
         """Return the orders of a step of which `begin_step` has failed: what vLLM waits for is done all the same, and
@@ -264,18 +258,25 @@ class Scheduler:
         if tracked is None:
             return False
         self._unfilled.left(block_ids)
+        self._let_go(tracked)
         self._costs.load_ended(request.request_id)
+        # A load before a step is over with it, though its news come behind those of who ends in it.
+        is_loading = tracked.is_loading and self._settings.load == "async"
+        if tracked.is_loading and not is_loading and tracked.match is not None:
+            tracked.loaded = Counter(tracked.match.tiers)
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         # The last token was sampled but never computed.
         computed = max(0, min(request.num_computed_tokens - in_flight, request.num_tokens - 1))
-        if not tracked.is_loading and not _is_broken(request):
+        if not is_loading and not _is_broken(request):
             tracked.block_ids = list(block_ids)
             tracked.retry_s = 0.0
             # It got here past all failures of the steps that it comes from, unless it was aborted beside one.
             self._offer(tracked, computed, is_sure=not _is_aborted(request))
-        self._tell(tracked, computed)
+        self._tell(tracked, computed, has_computed=not is_loading and request.num_computed_tokens > 0)
+        if tracked.inquiry is not None:
+            tracked.inquiry.is_dropped = True
         # vLLM itself waits for a load that is under way.
-        if not tracked.outstanding or tracked.is_loading:
+        if not tracked.outstanding or is_loading:
             return False
         self._held.append(request.request_id)
         self._holding[request.request_id] = self._clock()
@@ -292,15 +293,16 @@ class Scheduler:
         """Nothing that was stored up to now is found again by this engine, as after a change of its weights.
 
         Requests under way go on with KV of before, which must not be stored under the keys of afterwards; nor must
-        what vLLM's own prefix cache has, which it does not empty while blocks are in use.
+        what vLLM's own prefix cache has, which it does not empty while blocks are in use: by requests under way, or by
+        ones that have ended, whose blocks are held or still being loaded.
         """
         self._matcher.reset()
-        self._has_old_blocks = bool(self._holding)
+        self._has_wrong_blocks = self._has_cached_blocks()
         for tracked in self._requests.values():
             tracked.inquiry, tracked.match = None, None
             if tracked.request.num_computed_tokens > 0:
                 tracked.may_store = False
-                self._has_old_blocks = True
+                self._has_wrong_blocks = True
 
     def close(self) -> None:
         costs = self._costs.snapshot()
@@ -330,6 +332,22 @@ class Scheduler:
                 ", ".join(sorted(wrong)),
             )
 
+    def _tell(self, tracked: Tracked, num_computed: int, *, has_computed: bool) -> None:
+        """Have the daemon told of a request that has ended; reported are those of which anything was computed."""
+        full = min(num_computed // self._block_tokens, len(tracked.request.block_hashes) // self._per_block)
+        hashes = self._matcher.hashes(tracked)
+        report = None
+        if has_computed:
+            report = report_of(tracked, self._costs, self._settings.tenant, self._block_tokens, self._clock())
+        last = tuple(hashes[: self._matcher.usable(tracked)][-1:])
+        self._consult.tell(telling(self._sessions, tracked, tuple(hashes[:full]), last, report))
+
+    def _let_go(self, tracked: Tracked) -> None:
+        """The request has no blocks any more."""
+        others = (each for each in self._requests.values() if each is not tracked)
+        if self._unfilled.leaves(tracked.request.request_id, others):
+            self._has_wrong_blocks = True
+
     def _gpu_queue_s(self, newest: Tracked) -> float:
         """Seconds of prefill that running requests have still in front of them."""
         prefill = self._costs.prefill()
@@ -341,19 +359,6 @@ class Scheduler:
                 total += prefill.predict(left, request.num_computed_tokens)
         return total
 
-    def _written(self, output: StepOutput) -> tuple[int, ...]:
-        """Return the blocks that vLLM may write from this step on and that their requests did not have before, whether
-        we follow those requests or not."""
-        written: list[int] = []
-        for new in output.scheduled_new_reqs:
-            written += new.block_ids[0][new.num_computed_tokens // self._block_tokens :]
-        cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            added = [] if cached.new_block_ids[i] is None else cached.new_block_ids[i][0]
-            is_resumed = request_id in cached.resumed_req_ids
-            written += added[cached.num_computed_tokens[i] // self._block_tokens if is_resumed else 0 :]
-        return tuple(written)
-
     def _scheduled(self, output: StepOutput) -> list[tuple[Tracked, int]]:
         """Return each request of the step that is followed, and its computed tokens before it."""
         scheduled: list[tuple[Tracked, int]] = []
@@ -361,7 +366,7 @@ class Scheduler:
             tracked = self._requests.get(new.req_id)
             if tracked is not None:
                 tracked.block_ids = list(new.block_ids[0])
-                if self._has_old_blocks and new.num_computed_tokens and not tracked.num_inquiries:
+                if self._has_wrong_blocks and new.num_computed_tokens and not tracked.num_inquiries:
                     # Nothing was asked for it, so all this is from vLLM's own prefix cache.
                     tracked.may_store = False
                 scheduled.append((tracked, new.num_computed_tokens))
@@ -398,30 +403,6 @@ class Scheduler:
         if order is not None:
             self._stores.append(order)
             tracked.outstanding += len(order.hashes) * self._num_ranks
-
-    def _tell(self, tracked: Tracked, num_computed: int) -> None:
-        """Have the daemon told of a request that has ended."""
-        wishes = tracked.wishes
-        full = min(num_computed // self._block_tokens, len(tracked.request.block_hashes) // self._per_block)
-        hashes = tuple(self._matcher.hashes(tracked)[:full])
-        report = None
-        if not tracked.is_loading and tracked.request.num_computed_tokens > 0:
-            report = report_of(tracked, self._costs, self._settings.tenant, self._block_tokens, self._clock())
-        looked_up = tuple(self._matcher.hashes(tracked)[: self._matcher.usable(tracked)][-1:])
-        turn = None
-        if wishes.session_id and hashes:
-            turn = Turn(wishes, tuple(tracked.request.all_token_ids), hashes)
-
-        def tell(shards: Sequence[Shard]) -> None:
-            if turn is not None:
-                self._sessions.save(shards, turn)
-            elif wishes.has_hints:
-                tell_hints(shards, wishes, hashes)
-            if shards and report is not None:
-                last = b"".join(shards[0].keys(looked_up[-1:]))
-                shards[0].client.report(msgspec.structs.replace(report, last_block=last))
-
-        self._consult.tell(tell)
 
 
 def _is_broken(request: Request) -> bool:

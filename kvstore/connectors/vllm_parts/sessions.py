@@ -79,6 +79,16 @@ class Sessions:
 
     def save(self, shards: Sequence[Shard], turn: Turn) -> None:
         """Record a turn, in the namespace of every rank. Raises TierUnavailable and ProtocolError."""
+        try:
+            self._save(shards, turn)
+        except TierUnavailable:
+            self._counters.add("sessions_saved", "unavailable")
+            raise
+        except ProtocolError:
+            self._counters.add("sessions_saved", "refused")
+            raise
+
+    def _save(self, shards: Sequence[Shard], turn: Turn) -> None:
         tokens = array("I", turn.token_ids)
         for shard in shards:
             digest = shard.namespace.digest()

@@ -90,7 +90,8 @@ class Tracked:
         self.inquiry, self.match, self.num_inquiries = None, None, 0
         self.may_load = self.may_store = True
         self.num_cached, self.is_counted = 0, False
-        self.block_ids = []
+        # What it offered before may not have been stored; what was is not stored twice.
+        self.block_ids, self.next_store = [], 0
         self.loaded, self.load_end_s, self.failed_from = {}, None, None
 
     def hashes(self, per_block: int) -> Sequence[bytes]:

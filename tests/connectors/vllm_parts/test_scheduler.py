@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from kvstore.connectors.vllm_parts.settings import Settings
 from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.tracked import Tracked
 from kvstore.core.outcome import TierKind
+from kvstore.wire import Report
 from tests.support.vllm import BLOCK_TOKENS, Clock, FakeRequest
 
 SETTINGS = Settings(Path("/nowhere"), plan="fetch")
@@ -24,13 +26,15 @@ SETTINGS = Settings(Path("/nowhere"), plan="fetch")
 class Rig:
     """No daemon: an answer is there when the test gives it."""
 
-    def __init__(self, num_ranks: int = 1) -> None:
+    def __init__(self, num_ranks: int = 1, settings: Settings = SETTINGS) -> None:
+        # Whether vLLM's prefix cache has any block.
+        self.has_cached_blocks = False
         self.clock = Clock()
         self.counters = Counters(self.clock)
         self._go_on = threading.Event()
         costs = Costs(blank_profile("m", "d", 64, BLOCK_TOKENS, 64), None, self.clock)
         self.scheduler = Scheduler(
-            SETTINGS,
+            settings,
             BLOCK_TOKENS,
             1,
             64,
@@ -38,6 +42,7 @@ class Rig:
             self._no_shards,
             costs,
             self.counters,
+            has_cached_blocks=lambda: self.has_cached_blocks,
             clock=self.clock,
             wall_clock=self.clock,
         )
@@ -66,6 +71,12 @@ class Rig:
         self.scheduler.allocated(request, block_ids, num_tokens)
         request.num_computed_tokens = num_tokens
         assert len(self.scheduler.begin_step(step_of()).loads) == 1
+
+    def tell_into(self, reports: list[Report]) -> None:
+        """Have what the daemon is told of requests in `reports`."""
+        client = SimpleNamespace(report=reports.append)
+        shard: Any = SimpleNamespace(keys=lambda hashes: list(hashes), client=client)
+        self.scheduler._consult.tell = lambda work: work([shard])  # type: ignore[method-assign]
 
     def tracked(self, request: FakeRequest) -> Tracked:
         return self.scheduler._requests[request.request_id]
@@ -191,6 +202,7 @@ def test_what_vllm_still_has_of_before_a_reset_is_not_stored_after_it(rig: Rig) 
     running = rig.begin(18)
     rig.scheduler.begin_step(step_of([("r", 0, [1, 2, 3])], r=10))
     running.num_computed_tokens = 10
+    rig.has_cached_blocks = True
     rig.scheduler.reset()
     for request_id, local, expected in (("hit", 8, 0), ("fresh", 0, 1)):
         request = rig.begin(18, request_id=request_id)
@@ -200,10 +212,67 @@ def test_what_vllm_still_has_of_before_a_reset_is_not_stored_after_it(rig: Rig) 
         rig.scheduler.finished(request, [1, 2, 6, 7, 8])
     rig.scheduler.finished(running, [1, 2, 3])
     rig.scheduler.end_step(None, {"r", "fresh"})
+    rig.has_cached_blocks = False
     rig.scheduler.reset()
     request = rig.begin(18, request_id="later")
     rig.scheduler.match(request, 8)
     assert rig.scheduler.begin_step(step_of([("later", 8, [1, 2, 6, 7, 8])], later=10)).stores
+
+
+def test_what_vllm_could_not_forget_for_a_load_that_nobody_waits_for_is_not_stored_after_a_reset(rig: Rig) -> None:
+    """A request was aborted while its blocks were being loaded. vLLM keeps those until the load ends, and so all that
+    its prefix cache has; that was hit, and stored under the new keys though it was of the old weights."""
+    request = rig.begin(18, num_cached=4)
+    rig.load(request, [1, 2, 3, 4, 5])
+    assert not rig.scheduler.finished(request, [1, 2, 3, 4])
+    rig.has_cached_blocks = True
+    rig.scheduler.reset()
+    later = rig.begin(18, request_id="later")
+    rig.scheduler.match(later, 8)
+    assert not rig.scheduler.begin_step(step_of([("later", 8, [6, 7, 8, 9, 10])], later=10)).stores
+
+
+def test_after_a_preemption_everything_is_offered_again_where_nobody_knows_what_was_stored(rig: Rig) -> None:
+    """What had waited to be stored was left out with the preemption, and never offered any more."""
+    request = rig.begin(18)
+    assert len(rig.scheduler.begin_step(step_of([("r", 0, [1, 2, 3, 4, 5])], r=18)).stores) == 1
+    request.num_preemptions += 1
+    assert rig.scheduler.match(request, 0) == (None, False)
+    rig.clock.now += 10.0
+    assert rig.scheduler.match(request, 0) == (0, False)
+    (order,) = rig.scheduler.begin_step(step_of([("r", 0, [6, 7, 8, 9, 10])], r=18)).stores
+    assert (order.depth, order.block_ids) == (0, (6, 7, 8, 9))
+
+
+def test_a_request_that_ends_in_the_step_of_its_load_is_stored_and_reported() -> None:
+    """vLLM says that it has ended before the news of the load come: of an answer of one token nothing was stored."""
+    rig = Rig(settings=replace(SETTINGS, load="sync"))
+    try:
+        request = rig.begin(26, num_cached=4)
+        num_tokens, is_async = rig.scheduler.match(request, 0)
+        assert (num_tokens, is_async) == (16, False)
+        rig.scheduler.allocated(request, [1, 2, 3, 4, 5, 6, 7], num_tokens)
+        step = rig.scheduler.begin_step(step_of([("r", 16, [1, 2, 3, 4, 5, 6, 7])], r=10))
+        assert step.loads and not step.stores
+        request.num_computed_tokens = 26
+        request.all_token_ids.append(1)
+        reports: list[Report] = []
+        rig.tell_into(reports)
+        assert rig.scheduler.finished(request, [1, 2, 3, 4, 5, 6, 7])
+        (order,) = rig.scheduler.begin_step(step_of()).stores
+        assert (order.depth, order.block_ids) == (4, (5, 6))
+        assert [(report.ram, report.recomputed) for report in reports] == [(16, 10)]
+    finally:
+        rig.close()
+
+
+def test_what_was_asked_for_a_request_that_has_ended_is_not_asked_any_more(rig: Rig) -> None:
+    request = FakeRequest("r", list(range(18)))
+    rig.scheduler.on_new_request(request)
+    inquiry = rig.tracked(request).inquiry
+    assert inquiry is not None
+    rig.scheduler.finished(request, [])
+    assert inquiry.is_dropped
 
 
 def test_what_is_computed_in_place_of_a_load_that_failed_is_stored(rig: Rig) -> None:

@@ -29,6 +29,14 @@ def test_a_greeting_without_an_answer_leaves_the_session_new() -> None:
     assert not known.knows("chat", 1)
 
 
+def test_a_turn_that_could_not_be_recorded_is_counted() -> None:
+    counters = Counters()
+    with pytest.raises(TierUnavailable):
+        Sessions("", counters, Clock()).save([Shard(namespace(), MemoryDaemon(is_away=True).client())], turn(8))
+    report = counters.take()
+    assert report is not None and report["counts"] == {"sessions_saved|unavailable": 1}
+
+
 def test_the_oldest_sessions_are_forgotten_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_MAX_KNOWN", 2)
     shard = Shard(namespace(), MemoryDaemon().client())

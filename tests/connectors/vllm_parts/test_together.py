@@ -1,34 +1,31 @@
 """Both sides of the connector under an engine that checks every block it reads: whatever happens, no wrong KV."""
 
+import hashlib
 import random
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.connectors.vllm_parts.consult import Shard
-from kvstore.connectors.vllm_parts.costs import Costs, blank_profile
-from kvstore.connectors.vllm_parts.scheduler import Scheduler
 from kvstore.connectors.vllm_parts.settings import LoadMode, Settings
 from kvstore.connectors.vllm_parts.stats import Counters
-from kvstore.connectors.vllm_parts.worker import Worker
-from kvstore.core.key import engine_keys
+from kvstore.core.key import BlockKey, engine_keys
 from kvstore.core.outcome import TierKind
 from policies.decision import check
 from tests.support.vllm import (
     BLOCK_TOKENS,
     FakeRequest,
     MemoryDaemon,
-    MemoryPages,
     hashes_of,
     kv_of,
     namespace,
 )
-from tests.support.vllm_engine import FakeEngine
+from tests.support.vllm_engine import FakeEngine, start_engine
 
 SETTINGS = Settings(Path("/nowhere"), plan="fetch", num_loaders=2)
 
@@ -39,30 +36,24 @@ class Rig:
     def __init__(self) -> None:
         self.daemon = MemoryDaemon()
         self.counters = Counters()
-        self._open: list[Scheduler | Worker] = []
+        # Stored, and damaged since.
+        self.damaged: list[bytearray] = []
+        self._engines: list[FakeEngine] = []
 
-    def start(self, settings: Settings = SETTINGS, num_blocks: int = 64, budget: int = 24, seed: int = 0) -> FakeEngine:
-        space, pages = namespace(), MemoryPages(num_blocks)
-        profile = blank_profile("model", "device", budget, BLOCK_TOKENS, pages.payload_bytes)
-        worker = Worker(settings, space, pages, self.daemon.client, self.counters)
-        scheduler = Scheduler(
-            settings,
-            BLOCK_TOKENS,
-            1,
-            pages.payload_bytes,
-            1,
-            lambda: [Shard(space, self.daemon.client())],
-            Costs(profile, None, lambda: 0.0),
-            self.counters,
-            evict=lambda blocks: engine.evict(blocks),
-        )
-        self._open += [worker, scheduler]
-        engine = FakeEngine(scheduler, worker, pages, budget, seed)
+    def start(self, settings: Settings = SETTINGS, **options: int) -> FakeEngine:
+        """`options` as in `start_engine`."""
+        engine = start_engine(settings, lambda _: self.daemon.client(), self.counters, **options)
+        self._engines.append(engine)
         return engine
 
+    def damage(self, key: BlockKey, place: int = 0) -> None:
+        slot = self.daemon.slots[key]
+        slot[place] ^= 4
+        self.damaged.append(slot)
+
     def close(self) -> None:
-        for side in self._open:
-            side.close()
+        for engine in self._engines:
+            engine.close()
         assert self.daemon.open_clients == 0
 
     def counted(self) -> dict[str, int]:
@@ -70,19 +61,23 @@ class Rig:
         return {} if report is None else dict(report["counts"])
 
     def check(self) -> None:
-        """Every stored block is what its key says."""
-        assert all(bytes(slot[: len(kv)]) == kv for slot, kv in self._expected())
+        """Every stored block is what its key says, but for those that were damaged since."""
+        texts = [text for engine in self._engines for text in engine.texts]
+        names = {name for text in texts for name in hashes_of(text)}
+        known: dict[bytes, bytes] = {}
+        for engine in self._engines:
+            for era, salt in enumerate(engine.salts):
+                for rank in range(len(engine.workers)):
+                    root = namespace(rank, len(engine.workers)).root()
+                    for name in names:
+                        known[engine_keys(root, [salted(name, salt)])[0]] = bytes(kv_of(name, rank, era))
+        for key, slot in self.daemon.slots.items():
+            if not any(slot is each for each in self.damaged):
+                assert bytes(slot).startswith(known[key]), "something else was stored"
 
-    def _expected(self) -> "list[tuple[bytearray, bytes]]":
-        return [(slot, self.known[key]) for key, slot in self.daemon.slots.items()]
 
-    known: dict[bytes, bytes] = {}  # noqa: RUF012
-
-    def prompts(self, *token_lists: list[int]) -> None:
-        for tokens in token_lists:
-            for block_hash in hashes_of(tokens):
-                key = engine_keys(namespace().root(), [block_hash])[0]
-                self.known[key] = bytes(kv_of(block_hash))
+def salted(name: bytes, salt: bytes) -> bytes:
+    return hashlib.sha256(salt + name).digest() if salt else name
 
 
 @pytest.fixture
@@ -107,7 +102,7 @@ def run(engine: FakeEngine, *requests: FakeRequest, max_tokens: int = 4) -> None
     for request in requests:
         engine.add(request, max_tokens)
     engine.run()
-    engine.worker.close()
+    engine.close_workers()
 
 
 def test_another_process_loads_every_full_block_and_goes_on_with_the_same_tokens(rig: Rig, settings: Settings) -> None:
@@ -178,7 +173,7 @@ def test_what_the_daemon_dropped_in_front_of_the_rest_does_not_hide_it(rig: Rig)
     engine.add(FakeRequest("long", prompt(50)))
     engine.run()
     assert engine.external_tokens - before == 28
-    engine.worker.close()
+    engine.close_workers()
     assert head in rig.daemon.slots, "it was not offered again"
 
 
@@ -199,7 +194,7 @@ def test_a_damaged_block_is_computed_again(rig: Rig, settings: Settings) -> None
     check(report.decision)
     assert (report.decision.happened.usable, report.decision.happened.failed) == (5, 7)
     assert rig.counted()["failed_blocks|corrupt"] == 1
-    engine.worker.close()
+    engine.close_workers()
     assert bytes(rig.daemon.slots[key]).startswith(bytes(kv_of(hashes_of(prompt(50))[5]))), "it was not healed"
 
 
@@ -208,18 +203,13 @@ def test_nothing_is_stored_that_was_computed_over_a_block_that_did_not_come(rig:
     its blocks would have kept the garbage under a good key, for every engine."""
     settings = replace(SETTINGS, load="sync")
     run(rig.start(settings), FakeRequest("a", prompt(50)))
-    key = engine_keys(namespace().root(), hashes_of(prompt(50)))[5]
-    rig.daemon.slots[key][0] ^= 1
+    rig.damage(engine_keys(namespace().root(), hashes_of(prompt(50)))[5])
     longer = prompt(50) + prompt(40, seed=2)
     engine = rig.start(settings)
     engine.add(FakeRequest("b", longer))
     engine.run()
-    engine.worker.close()
-    rig.daemon.slots.pop(key)
-    rig.prompts(longer + engine.outputs["b"], prompt(50) + [0] * 0)
-    for stored, slot in rig.daemon.slots.items():
-        if stored in rig.known:
-            assert bytes(slot).startswith(rig.known[stored])
+    engine.close_workers()
+    rig.check()
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
@@ -228,8 +218,7 @@ def test_a_block_that_did_not_come_is_not_found_by_the_next_prompt(rig: Rig, is_
     when it fails: the request that was to compute them again was aborted, or preempted, and others read garbage."""
     settings = replace(SETTINGS, load="sync")
     run(rig.start(settings), FakeRequest("a", prompt(50)))
-    key = engine_keys(namespace().root(), hashes_of(prompt(50)))[2]
-    rig.daemon.slots[key][0] ^= 1
+    rig.damage(engine_keys(namespace().root(), hashes_of(prompt(50)))[2])
     engine = rig.start(settings, budget=8)
     engine.add(FakeRequest("b", prompt(50)))
     while not engine.recomputed:
@@ -241,10 +230,7 @@ def test_a_block_that_did_not_come_is_not_found_by_the_next_prompt(rig: Rig, is_
     # Asks for other blocks than those, so that nobody loads them again.
     rig.daemon.slots.clear()
     run(engine, FakeRequest("c", prompt(50) + prompt(9, seed=3)))
-    rig.prompts(prompt(50) + prompt(9, seed=3) + engine.outputs["c"])
-    for stored, slot in rig.daemon.slots.items():
-        if stored in rig.known:
-            assert bytes(slot).startswith(rig.known[stored])
+    rig.check()
 
 
 def test_where_the_daemon_is_away_everything_is_computed(rig: Rig, settings: Settings) -> None:
@@ -264,7 +250,7 @@ def test_once_the_daemon_is_back_it_is_used_again(rig: Rig) -> None:
     rig.daemon.is_away = False
     engine.add(FakeRequest("b", prompt(50)))
     engine.run()
-    engine.worker.close()
+    engine.close_workers()
     assert len(rig.daemon.slots) >= 12
 
 
@@ -324,8 +310,7 @@ def test_after_a_reset_nothing_of_before_is_found(rig: Rig) -> None:
     engine = rig.start()
     engine.add(FakeRequest("a", prompt(50)))
     engine.run()
-    engine.scheduler.reset()
-    engine.drop_prefix_cache()
+    engine.take_new_weights()
     engine.add(FakeRequest("b", prompt(50)))
     engine.run()
     assert engine.external_tokens == 0
@@ -345,17 +330,28 @@ def test_plan_recompute_loads_nothing_and_stores_all_the_same(rig: Rig) -> None:
     assert engine.external_tokens == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_no_wrong_kv_is_read_whatever_happens(rig: Rig, seed: int) -> None:
-    """Preemptions, aborts, damaged and vanished blocks, and a daemon that comes and goes, with a KV cache that is too
-    small for the requests: the engine compares every block that it reads."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("load", "depth"), [("sync", 1), ("async", 1), ("async", 2)])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_wrong_kv_is_read_or_stored_whatever_happens(
+    rig: Rig, load: LoadMode, depth: int, ranks: int, seed: int
+) -> None:
+    """Preemptions, aborts, new weights, damaged and vanished blocks, ranks whose loads end in other steps, and a daemon
+    that comes and goes, with a KV cache that is too small for the requests: the engine compares every block that it
+    reads."""
     choice = random.Random(seed)
-    settings = replace(SETTINGS, load="sync" if seed % 2 else "async", hold_s=0.01)
+    settings = replace(SETTINGS, load=load, hold_s=0.01)
     stems = [prompt(choice.randrange(8, 60), seed=100 * seed + n) for n in range(4)]
     for round_ in range(3):
         engine = rig.start(
-            settings, num_blocks=choice.choice([24, 40, 80]), budget=choice.choice([8, 24, 64]), seed=seed
+            settings,
+            num_blocks=choice.choice([24, 40, 80]),
+            budget=choice.choice([8, 24, 64]),
+            ranks=ranks,
+            depth=depth,
         )
+        if load == "async":
+            engine.pages[-1].before_scatter = partial(_be_late, engine)
         for number in range(12):
             tokens = choice.choice(stems)[: choice.randrange(6, 60)] + prompt(
                 choice.randrange(1, 12), seed=choice.randrange(5)
@@ -366,26 +362,36 @@ def test_no_wrong_kv_is_read_whatever_happens(rig: Rig, seed: int) -> None:
                 _harm(rig, engine, choice)
         rig.daemon.is_away = False
         engine.run()
-        engine.worker.close()
+        engine.close_workers()
     assert rig.daemon.slots
+    rig.check()
+
+
+def _be_late(engine: FakeEngine) -> None:
+    """End a load some steps later than the other ranks do."""
+    until = engine.num_steps + 3
+    while engine.num_steps < until and not engine.is_idle:
+        threading.Event().wait(0.0005)
 
 
 def _harm(rig: Rig, engine: FakeEngine, choice: random.Random) -> None:
-    match choice.randrange(14):
-        case 0 if engine.queue:
+    match choice.randrange(16):
+        case 0 | 1 if engine.queue:
             engine.abort(choice.choice(engine.queue))
-        case 1:
+        case 2:
             running = [each for each in engine.queue if each.state == "running"]
             if running:
                 engine.preempt(choice.choice(running))
-        case 2 if rig.daemon.slots:
-            rig.daemon.slots[choice.choice(list(rig.daemon.slots))][choice.randrange(64)] ^= 4
-        case 3 if rig.daemon.slots:
+        case 3 | 4 if rig.daemon.slots:
+            rig.damage(choice.choice(list(rig.daemon.slots)), choice.randrange(64))
+        case 5 if rig.daemon.slots:
             rig.daemon.slots.pop(choice.choice(list(rig.daemon.slots)), None)
-        case 4:
+        case 6:
             rig.daemon.is_away = not rig.daemon.is_away
-        case 5:
+        case 7:
             engine.drop_prefix_cache()
+        case 8 if choice.randrange(3) == 0:
+            engine.take_new_weights()
 
 
 def test_a_daemon_that_says_nothing_delays_a_request_by_its_deadline_from_its_turn_on(rig: Rig) -> None:
