@@ -3,7 +3,7 @@
 Runs in vLLM's environment and imports nothing of ours: what it knows of kvstore is the `kv_transfer_config` that a user
 would write. The first argument is the JSON of LLM's arguments. vLLM's own output goes to stderr.
 
-    {"op": "say", "requests": [{"tokens": [5, 7], "max_tokens": 8, "params": {…}}], "together": true}
+    {"op": "say", "requests": [{"tokens": [5, 7], "max_tokens": 8, "params": {…}, "abort_after": 0}], "together": true}
     {"op": "forget"}      empty the device cache       {"op": "metrics"}   Prometheus' text
     {"op": "digests"}     of each cached block's bytes {"op": "step"}      let the connector go on
 """
@@ -33,8 +33,9 @@ class Served:
         self._engine = self._llm.llm_engine
         self._next = 0
 
-    def say(self, requests: list[dict[str, Any]], together: bool) -> list[dict[str, Any]]:
-        """Answer all at once, or one after the other; greedy, to the last of `max_tokens`."""
+    def say(self, requests: list[dict[str, Any]], together: bool) -> list[dict[str, Any] | None]:
+        """Answer all at once, or one after the other; greedy, to the last of `max_tokens`. None for one that was
+        aborted, which is after `abort_after` steps unless that is 0."""
         if together:
             return self._run(requests)
         return [answer for request in requests for answer in self._run([request])]
@@ -75,12 +76,13 @@ class Served:
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
-    def _run(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _run(self, requests: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
         from vllm import SamplingParams
 
         begun: dict[str, float] = {}
         first: dict[str, float] = {}
         answers: dict[str, dict[str, Any]] = {}
+        to_abort: dict[str, int] = {}
         for request in requests:
             name = f"r{self._next}"
             self._next += 1
@@ -94,15 +96,20 @@ class Served:
                 extra_args={"kv_transfer_params": given} if given else None,
             )
             begun[name] = time.perf_counter()
+            if request.get("abort_after"):
+                to_abort[name] = request["abort_after"]
             self._engine.add_request(name, {"prompt_token_ids": request["tokens"]}, params)
+        num_steps = 0
         while self._engine.has_unfinished_requests():
+            self._engine.abort_request([name for name, steps in to_abort.items() if steps == num_steps])
+            num_steps += 1
             for output in self._engine.step():
                 now = time.perf_counter()
                 if output.outputs[0].token_ids:
                     first.setdefault(output.request_id, now)
                 if output.finished:
                     answers[output.request_id] = _answer(output, begun, first, now)
-        return [answers[name] for name in begun]
+        return [answers.get(name) for name in begun]
 
 
 def _answer(output: Any, begun: dict[str, float], first: dict[str, float], now: float) -> dict[str, Any]:

@@ -24,11 +24,21 @@ def flip_signs(folder: Path, suffix: str) -> int:
 
 def shuffle_region(shm_dir: Path) -> None:
     """Turn round every page of the blocks in RAM, in the one region that lies in the folder."""
+    pages = _data_of(shm_dir)
+    pages[:] = pages[:, ::-1].copy()
+
+
+def flip_some(shm_dir: Path, every: int) -> None:
+    """Change a byte in each `every`-th page of the blocks in RAM, in the one region that lies in the folder."""
+    pages = _data_of(shm_dir)
+    pages[::every, _SPARED_BYTES] ^= 0x80
+
+
+def _data_of(shm_dir: Path) -> np.ndarray:
     (path,) = shm_dir.iterdir()
     with path.open("rb") as file:
         start = _REGION_HEADER.unpack(file.read(_REGION_HEADER.size))[5]
-    pages = _pages(path, start)
-    pages[:] = pages[:, ::-1].copy()
+    return _pages(path, start)
 
 
 def _pages(path: Path, start: int) -> np.ndarray:

@@ -22,11 +22,13 @@ _LOG_LINES = 30
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What an engine is asked; `params` are the request's `kv_transfer_params`."""
+    """What an engine is asked; `params` are the request's `kv_transfer_params`. `abort_after` so many steps its client
+    is gone, and it is not among the answers; 0: never."""
 
     tokens: Sequence[int]
     max_tokens: int = 8
     params: dict[str, Any] = field(default_factory=dict)
+    abort_after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +113,18 @@ class Engine:
     def begin(self, prompts: Sequence[Prompt], *, together: bool = False) -> None:
         """Ask, and leave the answers to `finish`, so that something can happen meanwhile."""
         requests = [
-            {"tokens": list(prompt.tokens), "max_tokens": prompt.max_tokens, "params": prompt.params}
+            {
+                "tokens": list(prompt.tokens),
+                "max_tokens": prompt.max_tokens,
+                "params": prompt.params,
+                "abort_after": prompt.abort_after,
+            }
             for prompt in prompts
         ]
         self._send({"op": "say", "requests": requests, "together": together})
 
     def finish(self) -> list[Answer]:
-        return [Answer(**answer) for answer in self._receive(_ANSWER_S)]
+        return [Answer(**answer) for answer in self._receive(_ANSWER_S) if answer is not None]
 
     def forget(self) -> None:
         """Empty the device cache, so that what comes next can only come from elsewhere."""
