@@ -11,7 +11,6 @@ from tests_vllm.engines import BLOCK_TOKENS, Answer, Engine, Prompt, with_kvstor
 # Just behind, at and before the border of a block, and longer than the chunks of whoever stores.
 LENGTHS = (33, 64, 65, 96, 128, 200, 257, 300, 416, 511, 640, 900)
 CHUNK_TOKENS = 64
-_STORED_S = 30.0
 
 
 class Site:
@@ -74,7 +73,7 @@ class Site:
             engine.step()
             return bool(self.daemon.stats()["tiers"]["ram"]["blocks"] >= wanted)
 
-        until(all_there, _STORED_S)
+        until(all_there)
 
     def wait_blocks(self, engine: Engine, number: int) -> None:
         """Until the daemon has taken so many blocks since it started."""
@@ -83,7 +82,7 @@ class Site:
             engine.step()
             return bool(self.daemon.stats()["store"]["blocks_stored"] >= number)
 
-        until(all_stored, _STORED_S)
+        until(all_stored)
 
     def _reader(self, load: str) -> Engine:
         transfer = with_kvstore(self.daemon.run_dir, load=load, plan="fetch")

@@ -119,7 +119,7 @@ def test_the_daemons_events_name_blocks_and_tokens_as_vllm_names_them(
         engine.step()
         return sum(owner == "kvstore-ssd" for _, owner in copies(ours.read())) >= wanted
 
-    until(are_stored, 60.0)
+    until(are_stored)
     of_vllm, of_daemon = theirs.read(), ours.read()
     names = {name for name, _ in copies(of_vllm)}
     found = {owner: {name for name, of in copies(of_daemon) if of == owner} for owner in ("kvstore-ram", "kvstore-ssd")}

@@ -63,7 +63,7 @@ class Race:
             if (bytes_now := files_bytes(self.files)) != seen:
                 still_since, seen = time.monotonic(), bytes_now
             time.sleep(0.01)
-        self.daemon.wait_written("ssd", _SETTLE_S)
+        self.daemon.wait_written("ssd")
 
     def empty_ram(self) -> None:
         with contextlib.closing(self.daemon.console()) as console:
