@@ -1,6 +1,7 @@
 """A real daemon and a router: what it is told, live and again, over ipc, TCP and CURVE."""
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -40,11 +41,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def ready(daemon: DaemonProcess, router: Subscriber) -> None:
-    """Until the first message has come, which says that everything was cleared."""
-    with contextlib.closing(daemon.console()) as console:
-        until(lambda: dict(console.stats()["events"]).get("walks"))  # type: ignore[call-overload]
-    until(lambda: router.read() or router.sequences)
+def join(client: Client, router: Subscriber) -> None:
+    """Until the router hears what is published now: one that connects late has missed it for good."""
+    seeds = itertools.count(1000)
+
+    def hears() -> bool:
+        put(client, Prefix(NAMESPACE, next(seeds), 1))
+        return router.read()
+
+    until(hears)
 
 
 def publisher(daemon: DaemonProcess) -> int:
@@ -65,6 +70,7 @@ def test_a_router_knows_what_is_where_through_stores_evictions_and_a_restart(
         put(engine, prefix)
         assert engine.wants_tokens
         until(lambda: router.replay(again, 0) and where(router.index, prefix) == [{"ram", "ssd"}] * 8)
+        join(engine, router)
         router.index = Index()
         router.replay(again, 0)
         stored = [event for event in router.events if isinstance(event, BlockStored)]

@@ -111,11 +111,12 @@ class Subscriber:
         return socket
 
     def read(self, timeout_s: float = 0.2) -> bool:
-        """Take in what is there; return whether anything was."""
+        """Take in what is there, but for what a replay has told before; return whether anything was."""
         is_any = False
         while self._socket.poll(0 if is_any else int(timeout_s * 1000)):
             _, sequence, payload = self._socket.recv_multipart()
-            self._take(sequence, payload)
+            if not self.sequences or int.from_bytes(sequence, "big") > max(self.sequences):
+                self._take(sequence, payload)
             is_any = True
         return is_any
 
