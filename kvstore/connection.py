@@ -22,6 +22,10 @@ _MAX_SOCKET_PATH_BYTES = 107
 # How long a silent daemon is left alone, and how long a message may take to go out whose answer nobody waits for.
 _LEAVE_ALONE_S = 0.5
 _SEND_DEADLINE_S = 0.2
+# For so long we look again and again whether the answer is there, before we sleep: to be woken on an idle core takes
+# about as long as most questions. On two cores a round trip took 21 us instead of 55, a lookup of 512 keys 73 instead
+# of 105; where both ends share one core nothing changes.
+_LOOK_S = 100e-6
 _READ_BYTES = 64 << 10
 _READ_MORE_BYTES = 1 << 20
 
@@ -96,21 +100,32 @@ class Connection:
             except ProtocolError:
                 self._drop()
                 raise
-            wait_s = max(0.0, deadline - time.monotonic())
-            if not self._readable.poll(1000 * wait_s):
+            data = self._read(self._socket, deadline)
+            if data is None:
                 return None
-            wanted = _READ_BYTES if len(self._inbox) < _READ_BYTES else _READ_MORE_BYTES
-            try:
-                data = self._socket.recv(wanted)
-            except BlockingIOError:
-                continue
-            except OSError:
-                data = b""
             if not data:
                 self._drop()
                 break
             self._inbox.add(data)
         raise TierUnavailable(f"the daemon in {self._run_dir} is gone")
+
+    def _read(self, connected: socket.socket, deadline: float) -> bytes | None:
+        """Return what has come, b"" where the connection has ended, None at the deadline."""
+        wanted = _READ_BYTES if len(self._inbox) < _READ_BYTES else _READ_MORE_BYTES
+        sleep_from = min(deadline, time.monotonic() + _LOOK_S)
+        while True:
+            try:
+                return connected.recv(wanted)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return b""
+            now = time.monotonic()
+            if now < sleep_from:
+                # The daemon may be waiting for this very core.
+                os.sched_yield()
+            elif not self._readable.poll(1000 * max(0.0, deadline - now)):
+                return None
 
     def close(self) -> None:
         self._drop()
