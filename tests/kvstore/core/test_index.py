@@ -45,12 +45,17 @@ def test_keys_that_share_all_but_a_few_bits_cost_no_more_than_others() -> None:
     high_bits = [BlockKey(b"\7" * 24 + struct.pack("<Q", number << 48)) for number in range(4000)]
     low_bits = [BlockKey(struct.pack("<Q", number) + b"\7" * 24) for number in range(4000)]
     for keys in (high_bits, low_bits):
-        index = KeyIndex()
-        for chosen in keys:
-            index.add(chosen)
-        table = index._table
-        runs = "".join("x" if entry else " " for entry in table.tolist()).split()
-        assert max(map(len, runs)) < 200
+        # Each index draws factors of its own, and to keys that are so regular one in a hundred is unkind.
+        assert sorted(longest_run(keys) for _ in range(5))[2] < 200
+
+
+def longest_run(keys: list[BlockKey]) -> int:
+    """Return how many places next to each other are taken in a new index of these keys."""
+    index = KeyIndex()
+    for chosen in keys:
+        index.add(chosen)
+    runs = "".join("x" if entry else " " for entry in index._table.tolist()).split()
+    return max(map(len, runs))
 
 
 def test_keys_that_come_and_go_leave_nothing_behind_and_never_need_a_new_table() -> None:
@@ -70,8 +75,13 @@ def test_making_the_table_anew_does_not_hold_up_the_control_thread() -> None:
     """Key by key it took a second for a million blocks."""
     index = KeyIndex()
     choice = random.Random(1)
-    for _ in range(60_000):
-        index.add(BlockKey(choice.randbytes(32)))
+    keys = [BlockKey(choice.randbytes(32)) for _ in range(60_000)]
+    for one in keys:
+        index.add(one)
+    started = time.process_time()
+    for one in keys:
+        index.find(one)
+    key_by_key_s = time.process_time() - started
     started = time.process_time()
     index._rebuild(2 * len(index))
-    assert time.process_time() - started < 0.1
+    assert time.process_time() - started < key_by_key_s / 3, "a twelfth of it, where it is done in columns"
