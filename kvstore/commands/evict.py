@@ -1,5 +1,6 @@
 """`kvstore evict`: empty tiers by hand."""
 
+import contextlib
 from typing import Annotated, Final
 
 import typer
@@ -27,11 +28,8 @@ def evict(
     wrong = [name for name in tiers if name not in _TIERS]
     if wrong or not tiers:
         raise typer.BadParameter(f"{tier!r} is not one or several of {', '.join(_TIERS)}", param_hint="--tier")
-    client = connect(run_dir, config)
-    try:
+    with contextlib.closing(connect(run_dir, config)) as client:
         done = client.evict(tiers, drop)
-    finally:
-        client.close()
     if json:
         print_json({"freed": done.freed, "kept": done.kept})
         return

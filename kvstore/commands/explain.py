@@ -1,5 +1,6 @@
 """`kvstore explain`: what was decided for a request, why, and what came of it."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Annotated, Final
@@ -52,14 +53,11 @@ def explain(
     known now. Without REQUEST the last requests as a table, in seconds: predicted and real from the decision on,
     ttft from the arrival. The daemon knows the last 1,000 since it began.
     """
-    client = connect(run_dir, config)
-    try:
+    with contextlib.closing(connect(run_dir, config)) as client:
         if request is not None:
             _show(_get(client, request, tenant), json)
             return
         views, total = client.decision_list(tenant, limit)
-    finally:
-        client.close()
     if json:
         print_json({"decisions": [as_json(view) for view in views], "total": total})
         return

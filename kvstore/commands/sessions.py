@@ -1,5 +1,6 @@
 """`kvstore sessions`: list, show, pin, unpin, prefetch and delete chat sessions."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
@@ -41,11 +42,8 @@ def list_sessions(
     config: ConfigOption = None,
 ) -> None:
     """List sessions, without what was said in them."""
-    client = connect(run_dir, config)
-    try:
+    with contextlib.closing(connect(run_dir, config)) as client:
         found = client.session_list(tenant, limit)
-    finally:
-        client.close()
     if json:
         print_json({"sessions": [_summary(view) for view in found.sessions], "total": found.total})
         return
@@ -67,11 +65,8 @@ def show(
     config: ConfigOption = None,
 ) -> None:
     """Show one session with what was said in it, where the engine hands over text (vLLM does not)."""
-    client = connect(run_dir, config)
-    try:
+    with contextlib.closing(connect(run_dir, config)) as client:
         view = client.session_get(session_id, tenant)
-    finally:
-        client.close()
     if view is None:
         raise ProtocolError(ErrorCode.NOT_FOUND, f"there is no session {session_id!r}")
     if json:
@@ -109,13 +104,10 @@ def prefetch(
     session_ids: IdsArgument, tenant: TenantOption = "", run_dir: RunDirOption = None, config: ConfigOption = None
 ) -> None:
     """Bring sessions into RAM that are about to go on."""
-    client = connect(run_dir, config)
-    try:
+    with contextlib.closing(connect(run_dir, config)) as client:
         for session_id in session_ids:
             begun = client.session_prefetch(session_id, tenant)
             typer.echo(f"{clean(session_id)}: {begun.blocks_to_load} of {begun.blocks} blocks are brought into RAM")
-    finally:
-        client.close()
 
 
 @app.command(epilog="Example: kvstore sessions delete chat-1f2e3d4c")
@@ -126,28 +118,22 @@ def delete(
 
     Blocks that other sessions share stay; all others are deleted in every tier, the bucket included.
     """
-    client = connect(run_dir, config)
-    try:
+    with contextlib.closing(connect(run_dir, config)) as client:
         for session_id in session_ids:
             done = client.session_delete(session_id, tenant)
             typer.echo(
                 f"deleted {clean(session_id)}: {done.blocks_deleted} blocks freed, "
                 f"{done.blocks_shared} kept for other sessions"
             )
-    finally:
-        client.close()
 
 
 def _set_pinned(
     session_ids: Sequence[str], pinned: bool, tenant: str, run_dir: RunDirOption, config: ConfigOption
 ) -> None:
-    client = connect(run_dir, config)
-    try:
+    with contextlib.closing(connect(run_dir, config)) as client:
         for session_id in session_ids:
             client.session_pin(session_id, pinned, tenant)
             typer.echo(f"{'pinned' if pinned else 'unpinned'} {clean(session_id)}")
-    finally:
-        client.close()
 
 
 def _none_because(tenant: str | None) -> str:
