@@ -5,8 +5,8 @@ import random
 import pytest
 
 from kvstore.bucket.lease import LEASE_NAME, LEASE_S, RENEW_EVERY_S, BucketLease
+from tests.support.clock import Clock
 from tests.support.memory import MemoryRecords
-from tests.support.rig import Clock
 
 
 def test_the_first_one_gets_it_and_keeps_it_by_renewing() -> None:

@@ -16,17 +16,10 @@ from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.region_pin import RegionPin
 from tests.engine.fakes import FakeClient, FakeStore, FakeStream
+from tests.support.clock import Clock
 
 KEYS = [BlockKey(bytes([i]) * 32) for i in range(5)]
 OK, MISS, STALE, BUSY = Outcome.OK, Outcome.MISS, Outcome.STALE, Outcome.BUSY
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 10.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Bytes:
@@ -120,7 +113,7 @@ class Client(FakeClient):
 
 class Rig:
     def __init__(self, layer_ends: Sequence[int] = ()) -> None:
-        self.clock = Clock()
+        self.clock = Clock(10.0)
         self.hbm = Bytes()
         self.client = Client()
         self.counters, self.faults = Counters(), Counters()

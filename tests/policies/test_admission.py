@@ -6,18 +6,11 @@ import pytest
 from policies import admission
 from policies.admission import Admission, Always, Learned, Prompt, SecondTouch, WriteBudget
 from policies.seen import Names, Seen
+from tests.support.clock import Clock
 
 
 def names(*numbers: int) -> Names:
     return np.array(numbers, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def ask(policy: Admission, blocks: Names) -> int:
@@ -54,7 +47,7 @@ def test_a_second_touch_admits_what_was_seen_and_all_before_it() -> None:
 
 def live(policy: Learned, clock: Clock, number: int) -> tuple[int, int]:
     """Short prompts whose blocks are read again, and long ones whose blocks are not; return how many were written."""
-    clock.now_s += 1.0
+    clock.now += 1.0
     short = names(*range(10_000 * number, 10_000 * number + 2))
     long = names(*range(10_000 * number + 100, 10_000 * number + 140))
     short_written, long_written = ask(policy, short), ask(policy, long)
@@ -81,7 +74,7 @@ def test_what_begins_to_be_read_again_is_written_again() -> None:
         live(policy, clock, number)
     written = []
     for number in range(1000, 3000):
-        clock.now_s += 1.0
+        clock.now += 1.0
         long = names(*range(10_000 * number, 10_000 * number + 40))
         written.append(ask(policy, long))
         policy.on_read(long[: written[-1]])
@@ -123,9 +116,9 @@ def test_a_budget_fills_up_with_time_and_no_further_than_its_burst() -> None:
     assert budget.allows(5.0) == 1.0
     budget.spend(1.0)
     assert budget.allows(5.0) == 0.0
-    clock.now_s += 1800.0
+    clock.now += 1800.0
     assert budget.allows(5.0) == 0.5
-    clock.now_s += 86_400.0
+    clock.now += 86_400.0
     assert budget.allows(5.0) == 1.0
 
 
@@ -133,9 +126,9 @@ def test_what_had_to_be_written_is_paid_for_later() -> None:
     clock = Clock()
     budget = WriteBudget(24.0, clock)
     budget.spend(3.0)
-    clock.now_s += 7200.0
+    clock.now += 7200.0
     assert budget.allows(1.0) == 0.0
-    clock.now_s += 3600.0
+    clock.now += 3600.0
     assert budget.allows(1.0) == 1.0
 
 

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from kvstore.core.outcome import TierKind
 from policies.confidence import Confidence
 from policies.cost import CostModel, LoadCost, PrefillCost, SavedCosts, StepWork
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from tests.support.clock import Clock
 
 C0, A, B, E, D0 = 0.09, 2.5e-3, 4e-7, 0.012, 0.03
 

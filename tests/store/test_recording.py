@@ -12,7 +12,7 @@ from kvstore.store.recording import Recording
 from policies.replay import accesses_of
 from policies.trace import read_trace
 from tests.support.chats import BLOCK_TOKENS, Prefix, namespace
-from tests.support.rig import Clock
+from tests.support.clock import Clock
 
 NAMESPACE = namespace()
 

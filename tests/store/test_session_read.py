@@ -8,7 +8,7 @@ from kvstore import wire
 from kvstore.core.outcome import TierKind
 from kvstore.wire import ErrorCode
 from tests.support.rig import Rig, memory
-from tests.support.sessions import NAME, NAMESPACE, Bucket, get, ids, put, turn, view
+from tests.support.sessions import NAME, NAMESPACE, Bucket, get, ids, put, turn, turn_on_disk, view
 
 MakeRig = Callable[..., Rig]
 
@@ -44,13 +44,8 @@ def test_where_the_bucket_says_nothing_a_known_session_is_served_from_here(make_
 def test_a_record_that_cannot_be_read_now_is_not_told_to_be_gone(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.store.session._MAX_CACHED_BYTES", 100)
     rig = make_rig(ssd=memory(TierKind.SSD))
-    engine = rig.attach(NAMESPACE)
-    turn(rig, engine, 2)
-    rig.settle()
-    rig.store.session_put(engine, put(2, session_id="another", seed=3))
-    rig.settle()
+    turn_on_disk(rig, monkeypatch)
     rig.ssd_records.is_down = True
     answer = get(rig)
     assert isinstance(answer, wire.Error) and answer.code == ErrorCode.BUSY
@@ -61,13 +56,8 @@ def test_a_record_that_cannot_be_read_now_is_not_told_to_be_gone(
 def test_a_session_whose_record_is_gone_for_good_is_known_no_more(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.store.session._MAX_CACHED_BYTES", 100)
     rig = make_rig(ssd=memory(TierKind.SSD))
-    engine = rig.attach(NAMESPACE)
-    turn(rig, engine, 2)
-    rig.settle()
-    rig.store.session_put(engine, put(2, session_id="another", seed=3))
-    rig.settle()
+    turn_on_disk(rig, monkeypatch)
     damaged = rig.ssd_records.records[NAME]
     rig.ssd_records.put(NAME, damaged.data[:-3] + b"xxx")
     answer = get(rig)
@@ -80,13 +70,8 @@ def test_a_session_whose_record_is_gone_for_good_is_known_no_more(
 def test_a_record_lost_on_the_ssd_is_read_from_the_bucket(
     make_rig: MakeRig, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.store.session._MAX_CACHED_BYTES", 100)
     rig = make_rig(ssd=memory(TierKind.SSD), **bucket.options())
-    engine = rig.attach(NAMESPACE)
-    turn(rig, engine, 2)
-    rig.settle()
-    rig.store.session_put(engine, put(2, session_id="another", seed=3))
-    rig.settle()
+    turn_on_disk(rig, monkeypatch)
     rig.ssd_records.delete(NAME)
     assert view(rig).messages == put(2).messages
     rig.settle()

@@ -9,7 +9,7 @@ from kvstore.core.outcome import TierKind
 from kvstore.worker import ops
 from tests.support.chats import Prefix
 from tests.support.rig import Rig, memory
-from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, get, ids, pin, put, turn, view
+from tests.support.sessions import NAME, NAMESPACE, Bucket, delete, get, ids, pin, put, turn, turn_on_disk, view
 
 MakeRig = Callable[..., Rig]
 
@@ -34,14 +34,8 @@ def test_a_pin_that_comes_while_a_turn_is_being_written_is_kept(make_rig: MakeRi
 def test_a_pin_that_waits_for_the_record_does_not_undo_a_turn_that_comes_first(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.store.session._MAX_CACHED_BYTES", 100)
     rig = make_rig(ssd=memory(TierKind.SSD))
-    engine = rig.attach(NAMESPACE)
-    turn(rig, engine, 2)
-    rig.settle()
-    rig.store.session_put(engine, put(2, session_id="another", seed=3))
-    rig.settle()
-    assert rig.store._session_table.cached(("", NAMESPACE.digest(), "chat")) is None
+    engine = turn_on_disk(rig, monkeypatch)
     replies = pin(rig, True)
     assert replies == []
     turn(rig, engine, 3, 1)

@@ -29,6 +29,7 @@ from kvstore.worker.janitor import Janitor, JanitorSettings
 from kvstore.worker.opening import WorkerSettings
 from kvstore.worker.serving import Worker
 from tests.support.chats import parents, payload
+from tests.support.clock import Clock
 from tests.support.memory import MemoryInventory, MemoryRecords, MemoryTier
 from tiers.base import RecordStore, Tier
 from tiers.ram import RamTier
@@ -36,14 +37,6 @@ from tiers.region import Region
 
 _MANY_TURNS = 5000
 JANITOR = JanitorSettings(30.0, 900.0, 3600.0, 0, 7 * 86400.0, "sessions")
-
-
-class Clock:
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class _Wire:
@@ -219,7 +212,7 @@ class Rig:
     ) -> None:
         """`ram_config`'s size and `ssd_config`'s `enabled` are those of the other arguments."""
         folder.mkdir(exist_ok=True)
-        self.clock = Clock() if clock is None else clock
+        self.clock = Clock(1000.0) if clock is None else clock
         self.folder = folder
         self.region = Region.create(folder / f"region-{os.urandom(4).hex()}", ram_bytes, 7)
         self.ram = RamTier(self.region)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from kvstore import session_record as records
 from kvstore import wire
 from kvstore.core.key import join_keys
@@ -50,6 +52,18 @@ def turn(rig: Rig, engine: Engine, num_blocks: int, revision: int = 0, seed: int
     """Store the blocks of a turn and record it."""
     rig.put(engine, NAMESPACE, Prefix(NAMESPACE, seed, num_blocks).keys)
     return rig.store.session_put(engine, put(num_blocks, revision, seed=seed))
+
+
+def turn_on_disk(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Record a turn of two blocks whose text is in memory no more: another session's has taken its room."""
+    monkeypatch.setattr("kvstore.store.session._MAX_CACHED_BYTES", 100)
+    engine = rig.attach(NAMESPACE)
+    turn(rig, engine, 2)
+    rig.settle()
+    rig.store.session_put(engine, put(2, session_id="another", seed=3))
+    rig.settle()
+    assert rig.store._session_table.cached(("", NAMESPACE.digest(), "chat")) is None
+    return engine
 
 
 def get(rig: Rig, session_id: str = "chat", digest: bytes = NAMESPACE.digest(), tenant: str = "") -> wire.Message:

@@ -2,20 +2,13 @@
 
 import pytest
 
+from tests.support.clock import Clock
 from tiers.breaker import CircuitBreaker
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture
@@ -40,9 +33,9 @@ def test_a_success_between_faults_keeps_it_closed(breaker: CircuitBreaker) -> No
 def test_after_the_wait_one_probe_at_a_time_is_admitted(breaker: CircuitBreaker, clock: Clock) -> None:
     for _ in range(3):
         breaker.failed()
-    clock.now_s = 1.9
+    clock.now = 1.9
     assert not breaker.admits()
-    clock.now_s = 2.0
+    clock.now = 2.0
     assert breaker.admits()
     assert not breaker.admits()
     assert breaker.succeeded() is True
@@ -54,22 +47,22 @@ def test_each_probe_that_fails_doubles_the_wait_up_to_a_limit(breaker: CircuitBr
     for _ in range(3):
         breaker.failed()
     for wait_s in (2.0, 4.0, 6.0, 6.0):
-        clock.now_s += wait_s - 0.1
+        clock.now += wait_s - 0.1
         assert not breaker.admits()
-        clock.now_s += 0.1
+        clock.now += 0.1
         assert breaker.admits()
         assert breaker.failed() is False
-    clock.now_s += 6.0
+    clock.now += 6.0
     assert breaker.admits()
     breaker.succeeded()
     for _ in range(3):
         breaker.failed()
-    clock.now_s += 2.0
+    clock.now += 2.0
     assert breaker.admits()
 
 
 def test_late_faults_of_calls_from_before_do_not_lengthen_the_wait(breaker: CircuitBreaker, clock: Clock) -> None:
     for _ in range(6):
         breaker.failed()
-    clock.now_s = 2.0
+    clock.now = 2.0
     assert breaker.admits()

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvstore.core.errors import ConfigError
+from tests.support.clock import Clock
 from tests.support.scripted import fault, length_of, receive_body, receive_head, respond, scripted
 from tiers.objects import ObjectFault
 from tiers.s3boto import BotoObjects
@@ -25,17 +26,9 @@ OPEN = Callable[..., BotoObjects]
 ETAG = 'ETag: "tag"\r\n'
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture
@@ -84,7 +77,7 @@ def test_bytes_that_come_one_by_one_end_at_the_deadline(open_objects: OPEN, cloc
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(whole[:at_once])
         for byte in whole[at_once:]:
-            clock.now_s += 0.25
+            clock.now += 0.25
             sent.append(byte)
             connection.sendall(bytes([byte]))
 
@@ -98,7 +91,7 @@ def test_bytes_that_come_one_by_one_end_at_the_deadline(open_objects: OPEN, cloc
 def test_a_body_that_is_not_taken_ends_at_the_deadline(open_objects: OPEN, clock: Clock) -> None:
     def answer(connection: socket.socket, _head: bytes) -> None:
         connection.recv(1 << 16)
-        clock.now_s += DEADLINE_S
+        clock.now += DEADLINE_S
         while connection.recv(1 << 16):
             pass
 
@@ -110,7 +103,7 @@ def test_a_body_that_is_not_taken_ends_at_the_deadline(open_objects: OPEN, clock
 
 def test_a_request_without_time_is_not_made(open_objects: OPEN, clock: Clock) -> None:
     with scripted(lambda connection, _head: respond(connection, "200 OK", b"data", ETAG)) as server:
-        clock.now_s = DEADLINE_S
+        clock.now = DEADLINE_S
         with pytest.raises(ObjectFault, match="timeout"):
             get(open_objects(f"http://127.0.0.1:{server.port}"))
         assert server.heads == []

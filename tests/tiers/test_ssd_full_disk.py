@@ -2,14 +2,14 @@
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvstore.core.block import BlockMeta
 from kvstore.core.outcome import Outcome
-from tests.support.blocks import blank, key, meta, payload
+from tests.support.blocks import key, meta
+from tests.support.ssd import fetched, store
 from tiers.ssd import SsdTier
 
 MIB = 1 << 20
@@ -41,18 +41,6 @@ def fill(disk: Path) -> None:
             pass
     status = os.statvfs(disk)
     assert status.f_bavail == 0
-
-
-def store(tier: SsdTier, blocks: Sequence[BlockMeta]) -> list[Outcome]:
-    return tier.write(blocks, [payload(block) for block in blocks])
-
-
-def fetched(tier: SsdTier, blocks: Sequence[BlockMeta]) -> list[Outcome]:
-    into = [blank(block) for block in blocks]
-    outcomes = tier.read(blocks, into)
-    for block, view, outcome in zip(blocks, into, outcomes, strict=True):
-        assert outcome is not Outcome.OK or view == payload(block)
-    return outcomes
 
 
 def test_a_full_disk_is_evicted_from_and_written_to_again(disk: Path) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from kvstore.config import SessionsConfig
 from kvstore.core.outcome import TierKind
+from tests.support.clock import Clock
 from tests.support.janitors import in_bucket, stones
-from tests.support.rig import JANITOR, Clock, Rig, memory
+from tests.support.rig import JANITOR, Rig, memory
 from tests.support.sessions import NAMESPACE, Bucket, delete, turn
 
 MakeRig = Callable[..., Rig]

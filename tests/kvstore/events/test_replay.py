@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from kvstore.events.replay import END, MAX_READERS, Replay
-from tests.support.rig import Clock
+from tests.support.clock import Clock
 
 
 class Readers:
