@@ -40,8 +40,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
 }
-# Fields of OpenAI's that do not.
+# Fields of OpenAI's that do not, and the one in which vLLM is told of sessions: clients of both send it to either.
 _IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
+_IGNORED |= {"kv_transfer_params"}
 
 _MAX_SHOWN_CHARS = 80
 

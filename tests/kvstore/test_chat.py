@@ -16,6 +16,8 @@ from kvstore import wire
 from kvstore.commands import chat as chat_command
 from kvstore.connectors.vllm_parts.wishes import Wishes, read
 from kvstore.core.errors import TierUnavailable
+from tests.engine.fakes import FakeStore
+from tests.engine.serving import serving
 from tests.support.commands import Run, client, run
 from tests.support.consoles import FakeClient, session
 
@@ -121,6 +123,16 @@ def test_a_chat_tells_vllm_everything_each_time_and_its_session_where_it_looks(
     assert [message["role"] for message in handler.asked[1]["messages"]] == ["user", "assistant", "user"]
     assert read(handler.asked[0]["kv_transfer_params"]) == (Wishes("new", expect_followup=True), [])
     assert "resume with" not in ran.err and "cannot be resumed" in ran.err
+
+
+def test_the_reference_engine_takes_what_a_chat_sends(run: Run, say: Any) -> None:
+    """It refused the field in which vLLM finds the session, and with it every chat."""
+    store = FakeStore()
+    with serving(store) as served, say("one", "two"):
+        ran = run("chat", "--engine", str(served.http.base_url), "--session", "mine", "--max-tokens", "5")
+        served.rest()
+    assert ran.code == 0, ran.err
+    assert ran.out.count("[prompt ") == 2 and "resume with: kvstore chat --session mine" in ran.err
 
 
 def test_a_session_without_text_is_said_to_begin_anew(
