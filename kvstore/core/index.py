@@ -1,7 +1,9 @@
 """From block keys to dense ids, a million of them in 42 MB: open addressing over numpy arrays.
 
 A dict of bytes keys would take about 180 bytes a block, more than all other columns of the catalog together.
-Lookups and additions are vectorised over whole prefixes and batches. Rows and places that were never used are zero
+Lookups and additions are vectorised over whole prefixes and batches. Blocks that were added together, as those of one
+turn are, have ids in a row and their keys lie side by side, so most of a prompt is found by its first key and one
+comparison of memory. Rows and places that were never used are zero
 pages that take no memory, so there may be plenty of both: growing stops the control thread for a moment.
 Not thread-safe: the catalog's owner thread alone calls it.
 """
@@ -20,6 +22,9 @@ _MAX_LOAD = 0.5
 _AS_WORDS = struct.Struct(f"={_WORDS}Q")
 _FOUR_TRUE = 0x01010101
 _64_BITS = (1 << 64) - 1
+# A prompt is looked up run by run as long as there are few, and none is shorter than pays.
+_MAX_RUNS = 16
+_MIN_RUN = 8
 
 Ids = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
@@ -36,6 +41,8 @@ class KeyIndex:
         self._factor_row = np.array(self._factors, dtype=np.uint64)
         self._keys = np.zeros((capacity, _WORDS), dtype=np.uint64)
         self._key_bytes = self._keys.data.cast("B")
+        # The key of ids that are free, one that no client can ask for.
+        self._nobody = np.frombuffer(secrets.token_bytes(KEY_BYTES), dtype=np.uint64)
         self._free = array("i")
         self._next_id = 0
         # 0: nobody; else one more than the id. A key lies at its home or after it, with no gap between.
@@ -68,7 +75,18 @@ class KeyIndex:
 
     def find_joined(self, keys: bytes) -> Ids:
         """Return the id or -1 of each of the joined keys, [num_keys] int32."""
-        return self.find_many(as_words(keys))
+        words = as_words(keys)
+        count = len(words)
+        ids: Ids = np.empty(count, dtype=np.int32)
+        begin = 0
+        for _ in range(_MAX_RUNS):
+            length = self._run(keys, words, begin, ids) if begin < count else 0
+            begin += length
+            if length < _MIN_RUN:
+                break
+        if begin < count:
+            ids[begin:] = self.find_many(words[begin:])
+        return ids
 
     def find_many(self, words: Words) -> Ids:
         """`find` for keys given as [num_keys, KEY_BYTES / 8] uint64."""
@@ -116,7 +134,8 @@ class KeyIndex:
         self._make_room(count)
         reused = min(count, len(self._free))
         ids: Ids = np.empty(count, dtype=np.int32)
-        ids[:reused] = self._free[len(self._free) - reused :]
+        # Tails leave before their heads, so from the last one on they go up again.
+        ids[:reused] = self._free[len(self._free) - reused :][::-1]
         del self._free[len(self._free) - reused :]
         ids[reused:] = np.arange(self._next_id, self._next_id + count - reused)
         self._next_id += count - reused
@@ -140,7 +159,7 @@ class KeyIndex:
                 gap = position
             position = (position + 1) & mask
         table[gap] = 0
-        self._keys[old_id] = 0
+        self._keys[old_id] = self._nobody
         self._free.append(old_id)
 
     def key(self, known_id: int) -> BlockKey:
@@ -162,6 +181,19 @@ class KeyIndex:
         return mixed
 
     # ------------------------------------------------------------ private
+
+    def _run(self, keys: bytes, words: Words, begin: int, ids: Ids) -> int:
+        """Write the ids of the keys from `begin` on to `ids`, as far as they go up by one; return of how many."""
+        first = self.find(BlockKey(keys[begin * KEY_BYTES : (begin + 1) * KEY_BYTES]))
+        if first < 0:
+            return 0
+        length = min(len(words) - begin, self._next_id - first)
+        end = begin + length
+        wanted = keys if length == len(words) else keys[begin * KEY_BYTES : end * KEY_BYTES]
+        if bytes(self._key_bytes[first * KEY_BYTES : (first + length) * KEY_BYTES]) != wanted:
+            length = int(np.argmin(_equal(self._keys[first : first + length], words[begin:end])))
+        ids[begin : begin + length] = np.arange(first, first + length)
+        return length
 
     def _home_of(self, key: bytes) -> int:
         mixed = sum(map(int.__mul__, _AS_WORDS.unpack(key), self._factors)) & _64_BITS

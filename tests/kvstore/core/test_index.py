@@ -40,6 +40,36 @@ def test_it_is_a_dict_with_small_reused_ids(steps: list[tuple[str, int]]) -> Non
     assert all(index.key(found) == known for known, found in model.items())
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 39), st.integers(1, 40)), max_size=8),
+    st.lists(st.integers(0, 239), max_size=120),
+)
+def test_pieces_of_prompts_that_were_added_together_are_found_in_any_order(
+    pieces: list[tuple[int, int, int]], removed: list[int]
+) -> None:
+    index = KeyIndex(capacity=4)
+    prompts = [[key(1000 * prompt + at) for at in range(40)] for prompt in range(6)]
+    model: dict[BlockKey, int] = {}
+    for prompt in prompts:
+        model.update(zip(prompt, index.add_many(as_words(join_keys(prompt))).tolist(), strict=True))
+    for number in removed:
+        gone = prompts[number // 40][number % 40]
+        if gone in model:
+            index.remove(model.pop(gone))
+    # Rows that are free and keys of zeros look alike to nobody.
+    asked = [one for prompt, at, count in pieces for one in [*prompts[prompt][at : at + count], BlockKey(bytes(32))]]
+    assert index.find_joined(join_keys(asked)).tolist() == [model.get(one, -1) for one in asked]
+
+
+def test_ids_that_were_given_back_from_the_tail_on_are_given_out_from_the_head_on() -> None:
+    index = KeyIndex()
+    index.add_many(as_words(join_keys([key(number) for number in range(20)])))
+    for old_id in (9, 8, 7, 6):
+        index.remove(old_id)
+    again = index.add_many(as_words(join_keys([key(number) for number in range(100, 106)])))
+    assert again.tolist() == [6, 7, 8, 9, 20, 21]
+
+
 def test_keys_that_share_all_but_a_few_bits_cost_no_more_than_others() -> None:
     """Where a key lands came from its first eight bytes alone, so keys that share them made one long chain."""
     high_bits = [BlockKey(b"\7" * 24 + struct.pack("<Q", number << 48)) for number in range(4000)]
