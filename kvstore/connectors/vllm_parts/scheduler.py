@@ -23,7 +23,7 @@ from kvstore.connectors.vllm_parts.step_output import StepOutput, written
 from kvstore.connectors.vllm_parts.telling import telling
 from kvstore.connectors.vllm_parts.tracked import Request, Tracked
 from kvstore.connectors.vllm_parts.unfilled import Unfilled
-from kvstore.connectors.vllm_parts.wishes import read
+from kvstore.connectors.vllm_parts.wishes import of_salt, read
 from kvstore.core.outcome import TierKind
 
 _log = logging.getLogger("vllm.kvstore")
@@ -315,6 +315,7 @@ class Scheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             wishes, wrong = read(request.kv_transfer_params)
+            wishes = of_salt(wishes, str(getattr(request, "cache_salt", None) or ""))
             for name in wrong:
                 self._counters.add("faults", f"bad_{name}" if name == "session_id" else "bad_hint")
             self._say_once(wrong)

@@ -1,10 +1,12 @@
 """What a request says of itself in `kv_transfer_params`: its session, and hints on what will become of its blocks."""
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _MAX_ID_CHARS = 200
+_SALT_CHARS = 16
 _MAX_PRIORITY = 2
 # As the daemon has it: it refuses more.
 _MAX_TTL_S = 366 * 86400.0
@@ -66,6 +68,15 @@ def read(params: object) -> tuple[Wishes, list[str]]:
         del values["expect_followup"], values["end"]
         wrong.append("hints.end")
     return Wishes(**values), wrong
+
+
+def of_salt(wishes: Wishes, salt: str) -> Wishes:
+    """Return the wishes of a request with vLLM's `cache_salt`, by which a server keeps its clients apart: a session of
+    theirs is one of that salt, so that who names another's neither ends nor overwrites it."""
+    if not (wishes.session_id and salt):
+        return wishes
+    digest = hashlib.sha256(f"{len(salt)} {salt}{wishes.session_id}".encode()).hexdigest()[:_SALT_CHARS]
+    return replace(wishes, session_id=f"{wishes.session_id[: _MAX_ID_CHARS - _SALT_CHARS - 1]}@{digest}")
 
 
 def _is_number(raw: object) -> bool:

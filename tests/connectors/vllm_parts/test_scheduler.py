@@ -266,6 +266,18 @@ def test_a_request_that_ends_in_the_step_of_its_load_is_stored_and_reported() ->
         rig.close()
 
 
+def test_a_session_belongs_to_the_salt_of_its_request(rig: Rig) -> None:
+    names = []
+    for number, salt in enumerate((None, "", "one", "two", "one")):
+        request: Any = FakeRequest(f"r{number}", list(range(18)), {"session_id": "chat"})
+        request.cache_salt = salt
+        rig.scheduler.on_new_request(request)
+        names.append(rig.tracked(request).wishes.session_id)
+    assert names[:2] == ["chat", "chat"]
+    assert names[2] == names[4]
+    assert len(set(names)) == 3
+
+
 def test_what_was_asked_for_a_request_that_has_ended_is_not_asked_any_more(rig: Rig) -> None:
     request = FakeRequest("r", list(range(18)))
     rig.scheduler.on_new_request(request)

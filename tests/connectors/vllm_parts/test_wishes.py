@@ -1,6 +1,6 @@
 import pytest
 
-from kvstore.connectors.vllm_parts.wishes import UNKNOWN_HINT, Wishes, read
+from kvstore.connectors.vllm_parts.wishes import UNKNOWN_HINT, Wishes, of_salt, read
 
 
 def test_a_session_and_its_hints_are_read() -> None:
@@ -52,3 +52,14 @@ def test_as_many_unknown_hints_as_a_client_likes_are_one_name() -> None:
     """Each was named and counted, on the thread that schedules everybody's steps."""
     _, wrong = read({"hints": {f"hint-{number}": True for number in range(10_000)}})
     assert wrong == [UNKNOWN_HINT]
+
+
+def test_clients_with_other_salts_have_other_sessions_though_they_name_the_same() -> None:
+    """Who named another client's session overwrote its record, so that its blocks were kept no longer."""
+    wishes, longest = Wishes("chat", pin=True), Wishes("x" * 200)
+    names = {of_salt(wishes, salt).session_id for salt in ("", "a", "b")}
+    assert len(names) == 3 and "chat" in names
+    assert of_salt(wishes, "a").pin and of_salt(wishes, "a") == of_salt(wishes, "a")
+    assert of_salt(Wishes("b"), "a").session_id != of_salt(Wishes(""), "ab").session_id
+    assert len(of_salt(longest, "a").session_id) == 200
+    assert read({"session_id": of_salt(longest, "a").session_id})[1] == []
