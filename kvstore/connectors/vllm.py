@@ -425,9 +425,17 @@ def _why_not_sync(config: Any, evict: object) -> str:
     """Return why a failed load before a step would not be noticed in time; "" where it is."""
     if config.max_concurrent_batches > 1:
         return "vLLM has more than one step under way (async scheduling, pipeline parallelism)"
-    if getattr(config.scheduler_config, "long_prefill_token_threshold", 0) > 0:
-        # Others that share the blocks run beside the first part of them.
-        return "with long_prefill_token_threshold others may run before failed blocks are computed"
+    if getattr(config, "use_v2_model_runner", False):
+        return "vLLM's V2 model runner computes on from where a failed load had left it (its issue 49250)"
+    # Of requests that share failed blocks one computes them again, and the others run beside its first part.
+    parts = {
+        "long_prefill_token_threshold": getattr(config.scheduler_config, "long_prefill_token_threshold", 0) > 0,
+        "images or audio": getattr(config.model_config, "is_multimodal_model", False),
+        "data parallelism": getattr(config.parallel_config, "data_parallel_size", 1) > 1,
+        "speculative decoding": getattr(config, "speculative_config", None) is not None,
+    }
+    if cut := [name for name, is_so in parts.items() if is_so]:
+        return f"with {' and '.join(cut)} others may run before failed blocks are computed"
     if evict is None:
         return "this vLLM offers no way to take blocks out of its prefix cache"
     return ""

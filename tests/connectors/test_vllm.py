@@ -112,6 +112,32 @@ def test_loads_before_the_step_are_for_one_step_at_a_time_and_where_blocks_can_b
         connector.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("use_v2_model_runner", True, "V2 model runner"),
+        ("scheduler_config.long_prefill_token_threshold", 64, "long_prefill_token_threshold"),
+        ("model_config.is_multimodal_model", True, "images or audio"),
+        ("parallel_config.data_parallel_size", 2, "data parallelism"),
+        ("speculative_config", object(), "speculative decoding"),
+    ],
+)
+def test_loads_are_before_the_step_only_where_vllm_computes_again_what_does_not_come_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, path: str, value: object, named: str
+) -> None:
+    """The V2 runner goes on where it was; and where the one that computes shared blocks again gets a part of its step
+    only, the others run over the rest."""
+    module = vllm_names.stand_in(monkeypatch)
+    config = vllm_names.config_of()
+    assert module._why_not_sync(config, object()) == ""
+    *holders, name = path.split(".")
+    holder = config
+    for each in holders:
+        holder = getattr(holder, each)
+    setattr(holder, name, value)
+    assert named in module._why_not_sync(config, object())
+
+
 def stored_by(monkeypatch: pytest.MonkeyPatch, request: FakeRequest) -> list[bytes]:
     """Return what a new engine calls the blocks that it stores of the request's prompt."""
     connector = begun(monkeypatch, is_kv_consumer=False)
