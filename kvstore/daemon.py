@@ -324,6 +324,8 @@ class Daemon:
         answer = self._answer(header, request, reply)
         if answer is not None:
             reply(answer)
+        if isinstance(request, wire.Lookup) and isinstance(answer, wire.Found):
+            self._store.asked(self._engine(header), request, answer)
         return not _is_only_an_answer(answer)
 
     def _answer(

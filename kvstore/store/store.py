@@ -255,22 +255,31 @@ class Store:
     # ------------------------------------------------------------ lookup and fetch
 
     def lookup(self, engine: Engine, request: wire.Lookup) -> wire.Found:
+        """Return the answer; once it is out, `asked` is to be told."""
         keys = _checked_keys(request.keys)
         tiers, stopped = self._catalog.lookup(keys, engine.namespace)
-        info = self._catalog.namespaces[engine.namespace]
-        is_request = keys != info.root  # else an engine only looks whether we are here
-        if is_request:
-            self._room.asked(keys, tiers)
-            self._writing.asked(keys, len(tiers))
-            if self.recording is not None:
-                self.recording.asked(engine.incarnation, info.block_tokens, keys)
         if stopped != Outcome.MISS:
             return wire.Found(tiers, stopped)
         start = len(tiers) * KEY_BYTES
         why = self._catalog.why_missing(BlockKey(keys[start : start + KEY_BYTES]))
-        discovery = self._discovery if is_request else None
+        discovery = self._discovery if self._is_request(engine, keys) else None
         s3 = Outcome.MISS if discovery is None else discovery.look(engine.namespace, keys, len(tiers))
         return wire.Found(tiers, stopped, why, s3)
+
+    def asked(self, engine: Engine, request: wire.Lookup, found: wire.Found) -> None:
+        """Remember what a lookup teaches; who asked does not wait for this."""
+        keys = request.keys
+        if not self._is_request(engine, keys):
+            return
+        self._room.asked(keys, found.tiers)
+        self._writing.asked(keys, len(found.tiers))
+        if self.recording is not None:
+            block_tokens = self._catalog.namespaces[engine.namespace].block_tokens
+            self.recording.asked(engine.incarnation, block_tokens, keys)
+
+    def _is_request(self, engine: Engine, keys: bytes) -> bool:
+        """Or an engine only looks whether we are here."""
+        return keys != self._catalog.namespaces[engine.namespace].root
 
     def fetch(self, engine: Engine, request: wire.Fetch, reply: Reply) -> None:
         keys = _checked_keys(request.keys)

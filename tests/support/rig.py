@@ -322,7 +322,10 @@ class Rig:
         return [Outcome(outcome) for outcome in self.store.commit(engine, request).outcomes]
 
     def lookup(self, engine: Engine, keys: Sequence[BlockKey]) -> list[TierKind]:
-        return [TierKind(tier) for tier in self.store.lookup(engine, wire.Lookup(join_keys(keys))).tiers]
+        request = wire.Lookup(join_keys(keys))
+        found = self.store.lookup(engine, request)
+        self.store.asked(engine, request, found)
+        return [TierKind(tier) for tier in found.tiers]
 
     def begin_fetch(self, engine: Engine, keys: Sequence[BlockKey], deadline_s: float = 5.0) -> "Fetch":
         fetch = Fetch(self, engine, list(keys))
