@@ -11,7 +11,7 @@ It computes nothing: a block's KV follows from its hash, the rank and the weight
 compared with that, so wrong KV shows the moment it would be used.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from kvstore.connectors.vllm_parts.stats import Counters
 from kvstore.connectors.vllm_parts.worker import Worker
 from kvstore.core.key import Namespace
 from tests.support.vllm import BLOCK_TOKENS, BODY_BYTES, FakeRequest, MemoryPages, hashes_of, kv_of, namespace
+from tests.support.vllm_blocks import Blocks
 
 _GARBAGE = bytes([255]) * BODY_BYTES
 
@@ -121,11 +122,8 @@ class FakeEngine:
         self._era_of: dict[int, int] = {}
         self._under_way: deque[Output] = deque()
         self._processed = 0
-        self._refs = dict.fromkeys(range(1, len(pages[0].blocks)), 0)
-        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in self._refs)
+        self._blocks = Blocks(len(pages[0].blocks))
         self._free_later: deque[tuple[int, list[int]]] = deque()
-        self._cached: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
         self._finished: dict[str, Running] = {}
         # How many ranks have said of a request that its load, its stores are over.
         self._received: Counter[str] = Counter()
@@ -156,26 +154,22 @@ class FakeEngine:
         running.is_spoiled = False
 
     def evict(self, block_ids: set[int]) -> None:
-        for block in block_ids:
-            block_hash = self._hash_of.pop(block, None)
-            if block_hash is not None:
-                del self._cached[block_hash]
+        self._blocks.evict(block_ids)
 
     def drop_prefix_cache(self) -> None:
-        self._cached.clear()
-        self._hash_of.clear()
+        self._blocks.forget()
 
     def take_new_weights(self) -> None:
         """As `reset_prefix_cache(reset_connector=True)`: vLLM's own cache is emptied only where no block is in use."""
         self.era += 1
-        if len(self._free) == len(self._refs):
+        if not self._blocks.num_used:
             self.drop_prefix_cache()
         self.scheduler.reset()
         self.salts.append(self.scheduler._matcher._salt)
 
     @property
     def has_cached_blocks(self) -> bool:
-        return bool(self._cached)
+        return self._blocks.has_cached
 
     @property
     def is_idle(self) -> bool:
@@ -187,7 +181,9 @@ class FakeEngine:
                 return
             self.step()
         left = [(each.state, each.request.num_computed_tokens, each.block_ids) for each in self.queue]
-        raise AssertionError(f"these do not end: {left}, {len(self._finished)} finished; {len(self._free)} free blocks")
+        raise AssertionError(
+            f"these do not end: {left}, {len(self._finished)} finished; {self._blocks.num_free} free blocks"
+        )
 
     def close_workers(self) -> None:
         for worker in self.workers:
@@ -272,7 +268,7 @@ class FakeEngine:
     def _admit(self, running: Running, parts: list[Part], targets: list[tuple[int, bytes]]) -> bool | None:
         """Begin a request that has nothing; False: there is no room for it, None: it is not known yet what to load."""
         request = running.request
-        hits = self._local_hits(request)
+        hits = self._blocks.hits(request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS])
         local = len(hits) * BLOCK_TOKENS
         external, is_async = self.scheduler.match(request, local)
         if external is None:
@@ -281,12 +277,11 @@ class FakeEngine:
         assert local + external <= request.num_tokens - (not is_async and external > 0)
         count = 0 if is_async else min(request.num_tokens - local - external, self._left(parts))
         wanted = -(-(local + external + count) // BLOCK_TOKENS) - len(hits)
-        for block in hits:
-            self._hold(block)
-        if wanted > len(self._free) - (self._reserved() if is_async else 0):
-            self._let_go(hits)
+        self._blocks.hold(hits)
+        if wanted > self._blocks.num_free - (self._reserved() if is_async else 0):
+            self._blocks.let_go(hits)
             return False
-        running.block_ids, running.num_indexed = hits + self._take(wanted), len(hits)
+        running.block_ids, running.num_indexed = hits + self._blocks.take(wanted), len(hits)
         self.scheduler.allocated(request, running.block_ids, external)
         self.external_tokens += external
         request.num_computed_tokens = local + external
@@ -397,7 +392,7 @@ class FakeEngine:
         batch = output.batch
         self._processed = batch.number
         while self._free_later and self._free_later[0][0] <= self._processed:
-            self._let_go(self._free_later.popleft()[1])
+            self._blocks.let_go(self._free_later.popleft()[1])
         taken_back = self._take_back(output)
         for part in batch.parts:
             running, request = part.running, part.running.request
@@ -471,53 +466,24 @@ class FakeEngine:
 
     # ------------------------------------------------------------ blocks
 
-    def _local_hits(self, request: FakeRequest) -> list[int]:
-        hits = []
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS]:
-            if block_hash not in self._cached:
-                break
-            hits.append(self._cached[block_hash])
-        return hits
-
     def _index(self, running: Running, num_tokens: int) -> None:
         hashes = running.request.block_hashes
         # Once, so that what was evicted does not come back.
         first = running.num_indexed
         running.num_indexed = max(first, min(num_tokens // BLOCK_TOKENS, len(running.block_ids), len(hashes)))
         for index in range(first, running.num_indexed):
-            block = running.block_ids[index]
-            if hashes[index] not in self._cached and block not in self._hash_of:
-                self._cached[hashes[index]], self._hash_of[block] = block, hashes[index]
+            self._blocks.name(running.block_ids[index], hashes[index])
 
     def _blocks_for(self, running: Running, num_tokens: int) -> list[int] | None:
         count = max(0, -(-num_tokens // BLOCK_TOKENS) - len(running.block_ids))
-        return self._take(count) if count <= len(self._free) else None
-
-    def _take(self, count: int) -> list[int]:
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in taken:
-            self._refs[block] = 1
-            block_hash = self._hash_of.pop(block, None)
-            if block_hash is not None:
-                del self._cached[block_hash]
-        return taken
-
-    def _hold(self, block: int) -> None:
-        self._free.pop(block, None)
-        self._refs[block] += 1
-
-    def _let_go(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):
-            self._refs[block] -= 1
-            if not self._refs[block]:
-                self._free[block] = None
+        return self._blocks.take(count) if count <= self._blocks.num_free else None
 
     def _is_free_at_once(self, running: Running) -> bool:
         return running.last_step <= self._processed
 
     def _release(self, running: Running) -> None:
         if self._is_free_at_once(running):
-            self._let_go(running.block_ids)
+            self._blocks.let_go(running.block_ids)
         elif running.block_ids:
             # A step under way may still write them.
             self._free_later.append((running.last_step, running.block_ids))
