@@ -120,11 +120,9 @@ class Connection:
                 pass
             except OSError:
                 return b""
+            # Without yielding: whoever else is ready would have the core for a whole slice of some milliseconds.
             now = time.monotonic()
-            if now < sleep_from:
-                # The daemon may be waiting for this very core.
-                os.sched_yield()
-            elif not self._readable.poll(1000 * max(0.0, deadline - now)):
+            if now >= sleep_from and not self._readable.poll(1000 * max(0.0, deadline - now)):
                 return None
 
     def close(self) -> None:
