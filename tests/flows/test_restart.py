@@ -192,7 +192,8 @@ def test_clones_share_one_attachment_and_each_finds_the_new_daemon(make_daemon: 
         try:
             while not is_over.wait(0.002):
                 with contextlib.suppress(TierUnavailable):
-                    assert fetch(client, NAMESPACE, prefix.keys)[0] == [Outcome.OK] * 4
+                    # Stale: the daemon was killed after they had landed, and another clone has attached to the next.
+                    assert set(fetch(client, NAMESPACE, prefix.keys)[0]) <= {Outcome.OK, Outcome.STALE}
                 with contextlib.suppress(TierUnavailable):
                     store(client, NAMESPACE, Prefix(NAMESPACE, next(seeds), 4).keys)
         except BaseException as error:
