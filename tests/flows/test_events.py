@@ -35,6 +35,11 @@ def where(index: Index, prefix: Prefix) -> list[set[str]]:
     return [index.where(event_name(key)) for key in prefix.keys]
 
 
+def heard(router: Subscriber, prefix: Prefix) -> list[set[str]]:
+    router.read()
+    return where(router.index, prefix)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -76,9 +81,9 @@ def test_a_router_knows_what_is_where_through_stores_evictions_and_a_restart(
         stored = [event for event in router.events if isinstance(event, BlockStored)]
         assert stored[0].token_ids == prefix.tokens
         put(engine, other)
-        until(lambda: router.read() and where(router.index, other) == [{"ram", "ssd"}] * 8)
+        until(lambda: heard(router, other) == [{"ram", "ssd"}] * 8)
         engine.evict(["ram"])
-        until(lambda: router.read() and where(router.index, prefix) == [{"ssd"}] * 8)
+        until(lambda: heard(router, prefix) == [{"ssd"}] * 8)
         daemon.restart()
         router.sequences.clear()
         until(lambda: router.replay(again, 0) and where(router.index, prefix) == [{"ssd"}] * 8)
