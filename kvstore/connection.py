@@ -25,7 +25,7 @@ _SEND_DEADLINE_S = 0.2
 # For so long we look again and again whether the answer is there, before we sleep: to be woken on an idle core takes
 # about as long as most questions. On two cores a round trip took 21 us instead of 55, a lookup of 512 keys 73 instead
 # of 105; where both ends share one core nothing changes.
-_LOOK_S = 200e-6
+_LOOK_S = 100e-6
 _READ_BYTES = 64 << 10
 _READ_MORE_BYTES = 1 << 20
 
