@@ -48,6 +48,9 @@ class Connection:
     def request(self, epoch: int, incarnation: int, body: wire.Message, deadline_s: float) -> wire.Reply:
         """Return the one reply. Raises TierUnavailable (no daemon, or it did not answer in time) and ProtocolError
         (refused)."""
+        if deadline_s <= 0.0:
+            # Not the daemon's fault, which is not to be left alone for it.
+            raise TierUnavailable("no time was left to ask the daemon")
         deadline = time.monotonic() + deadline_s
         sequence = self.send(epoch, incarnation, body, deadline_s)
         while True:

@@ -28,7 +28,8 @@ def test_another_process_loads_every_full_block_and_answers_with_the_same_tokens
     hits = engine.metrics()[EXTERNAL_HITS] - before.get(EXTERNAL_HITS, 0.0)
     wanted = [tokens.full_blocks(len(prompt.tokens)) * BLOCK_TOKENS for prompt in site.prompts]
     missing = [i for i, answer in enumerate(answers) if answer.cached_tokens < wanted[i]]
-    figure = f"{hits:.0f} tokens hit, {len(missing)} prompts short"
+    short = ", ".join(f"{answers[i].cached_tokens} of {len(site.prompts[i].tokens)}" for i in missing)
+    figure = f"{hits:.0f} tokens hit, {len(missing)} prompts short{f' ({short})' if short else ''}"
     report.fact("float32", f"{load}: full blocks", figure, f"{sum(wanted)} tokens", not missing and hits >= sum(wanted))
     compared = tokens.Comparison()
     compared.add(site.reference, answers)

@@ -69,6 +69,7 @@ def serve(make: Callable[[Task], Contender]) -> None:
             try:
                 answer({"seconds": contender.ops[asked["op"]](asked["round"])})
             except Exception as error:
+                # The root of every operation: a peer's fault costs its figure, and is told to whoever asked.
                 traceback.print_exc()
                 answer({"error": f"{type(error).__name__}: {error}"})
     finally:

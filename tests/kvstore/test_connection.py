@@ -61,6 +61,24 @@ def test_a_path_that_no_socket_can_have_is_named_as_the_reason(tmp_path: Path) -
         os.close(descriptor)
 
 
+def test_a_daemon_that_there_was_no_time_to_ask_is_asked_the_next_time(tmp_path: Path) -> None:
+    """To attach had taken all of an engine's first question's time. The daemon was taken for silent and left alone, and
+    the first request computed what lay there."""
+    descriptor = lock(tmp_path / LOCK_NAME)
+    try:
+        with (
+            contextlib.closing(socket.socket(socket.AF_UNIX)) as listener,
+            contextlib.closing(Connection(tmp_path)) as connection,
+        ):
+            listener.bind(str(tmp_path / SOCKET_NAME))
+            listener.listen(1)
+            with pytest.raises(TierUnavailable, match="no time was left"):
+                connection.request(0, 0, wire.Ping(), -0.1)
+            assert connection.send(0, 0, wire.Ping()) == 1, "the first that goes out"
+    finally:
+        os.close(descriptor)
+
+
 def test_why_a_living_daemon_cannot_be_reached_is_said(tmp_path: Path) -> None:
     descriptor = lock(tmp_path / LOCK_NAME)
     try:

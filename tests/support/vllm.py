@@ -74,6 +74,9 @@ class MemoryClient:
     def close(self) -> None:
         self.daemon.open_clients -= 1
 
+    def attach(self, deadline_s: float) -> None:
+        self._reach()
+
     def lookup(self, keys: Sequence[BlockKey], deadline_s: float | None = None) -> LookupResult:
         self._reach()
         self.daemon.before_lookup()

@@ -25,6 +25,8 @@ def scout(gate: Gate, clients: Iterable[tuple[Client, BlockKey]]) -> None:
         return
     try:
         for client, root in clients:
+            # Which may take all of its time where the engine is just starting, and then leaves none to ask.
+            client.attach(_DEADLINE_S)
             # The root is no block: asking for it counts as no request.
             client.lookup([root], _DEADLINE_S)
         gate.passed()
