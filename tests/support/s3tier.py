@@ -10,6 +10,7 @@ from kvstore.core.outcome import Outcome
 from kvstore.s3server import S3Server
 from tests.support.blocks import blank, key, meta, payload
 from tests.support.proxy import Proxy
+from tiers.base import Tier
 from tiers.s3 import S3Tier
 from tiers.s3client import S3Settings, make_client
 
@@ -19,12 +20,12 @@ OPEN = Callable[..., S3Tier]
 DEADLINE_S = 1.0
 
 
-def store(tier: S3Tier, *numbers: int) -> list[Outcome]:
+def store(tier: Tier, *numbers: int) -> list[Outcome]:
     blocks = [meta(number) for number in numbers]
     return tier.write(blocks, [payload(block) for block in blocks])
 
 
-def fetch(tier: S3Tier, *numbers: int) -> list[Outcome]:
+def fetch(tier: Tier, *numbers: int) -> list[Outcome]:
     """Read the blocks; every one that answers OK must have the right bytes."""
     blocks = [meta(number) for number in numbers]
     into = [blank(block) for block in blocks]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.outcome import Outcome
-from tests.support.blocks import blank, key, meta, payload
+from tests.support.blocks import key
+from tests.support.s3tier import fetch, store
 from tiers import otherkeys
 from tiers.codec import Codec
 from tiers.keys import KeyRing
@@ -38,30 +39,16 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         tiers[-1].close()
 
 
-def store(tier: SsdTier | S3Tier, *numbers: int) -> list[Outcome]:
-    blocks = [meta(number) for number in numbers]
-    return tier.write(blocks, [payload(block) for block in blocks])
-
-
-def fetched(tier: SsdTier | S3Tier, *numbers: int) -> list[Outcome]:
-    blocks = [meta(number) for number in numbers]
-    into = [blank(block) for block in blocks]
-    outcomes = tier.read(blocks, into)
-    for block, view, outcome in zip(blocks, into, outcomes, strict=True):
-        assert outcome is not Outcome.OK or view == payload(block)
-    return outcomes
-
-
 def test_a_block_of_another_key_that_was_missed_can_be_stored_again(opened: Open) -> None:
     """The new copy found the old one there and was taken for stored, though nobody could read it."""
     store(opened(KEY), 1, 2)
     tier = opened(OTHER)
-    assert fetched(tier, 1) == [Outcome.MISS]
+    assert fetch(tier, 1) == [Outcome.MISS]
     assert tier.contains([key(1)]) == [Outcome.MISS]
     assert store(tier, 1) == [Outcome.OK]
-    assert fetched(tier, 1) == [Outcome.OK]
+    assert fetch(tier, 1) == [Outcome.OK]
     assert tier.contains([key(1)]) == [Outcome.OK]
-    assert fetched(opened(KEY), 1, 2) == [Outcome.MISS, Outcome.OK], "the other one was left alone"
+    assert fetch(opened(KEY), 1, 2) == [Outcome.MISS, Outcome.OK], "the other one was left alone"
 
 
 def test_blocks_of_another_key_that_were_missed_give_way_where_there_is_no_room(tmp_path: Path) -> None:
@@ -72,7 +59,7 @@ def test_blocks_of_another_key_that_were_missed_give_way_where_there_is_no_room(
     tier.close()
     tier = SsdTier(tmp_path / "ssd", max_bytes=2 << 20, codec=OTHER)
     assert store(tier, 300) == [Outcome.FULL]
-    fetched(tier, *range(10))
+    fetch(tier, *range(10))
     assert store(tier, 300, 301, 302) == [Outcome.OK] * 3
     assert tier.usage().blocks == held
     tier.check_integrity()
