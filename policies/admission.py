@@ -112,7 +112,7 @@ class SecondTouch:
 
 
 # A class: how often the block was asked about before, how many new blocks its prompt brings, how long the prompt is.
-_TIMES, _NEWS, _LENGTHS = _SHAPE = 4, 10, 10
+_TIMES, _NEWS, _LENGTHS = 4, 10, 10
 _NUM_CLASSES: Final = _TIMES * _NEWS * _LENGTHS
 _NO_LIFE: Final = -1
 # One run in so many is written whatever is known, or nothing could be learned of what is refused.

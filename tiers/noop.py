@@ -1,4 +1,4 @@
-"""A tier that stores nothing: what the store runs with where a tier is switched off, and a check of the contract."""
+"""A tier that stores nothing: the least that keeps the contract of tiers, for tests."""
 
 from collections.abc import Iterator, Sequence
 

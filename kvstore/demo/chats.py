@@ -76,10 +76,6 @@ def drop_hbm(url: str) -> None:
     _post(url, "/v1/hbm/drop", {})
 
 
-def hbm_state(url: str) -> dict[str, int]:
-    return dict(httpx.get(f"{url}/v1/hbm", timeout=_DEADLINE_S).raise_for_status().json())
-
-
 def _post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = httpx.post(f"{url}{path}", json=body, timeout=_DEADLINE_S)
     if answer.status_code != 200:

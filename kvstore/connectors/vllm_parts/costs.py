@@ -4,7 +4,6 @@ Not thread-safe: the scheduler's thread owns it, but for `save`.
 """
 
 import contextlib
-import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,8 +16,6 @@ from policies.cost import CostModel, PrefillCost, SavedCosts, StepWork
 from policies.interval import Question
 from policies.plan import Backlog, Plan, choose, pinned
 from policies.saved_profile import SavedProfile
-
-_log = logging.getLogger("vllm.kvstore")
 
 _SAVE_EVERY_S = 300.0
 # Steps whose output never came, such as those of a paused engine, must not be taken for slow ones.

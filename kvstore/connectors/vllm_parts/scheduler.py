@@ -170,7 +170,6 @@ class Scheduler:
             is_prefill = computed < tracked.request.num_prompt_tokens or count > 1
             if is_prefill:
                 prefills.append((count, computed))
-                tracked.computed_tokens += max(0, min(count, tracked.request.num_prompt_tokens - computed))
             else:
                 num_decodes += 1
             first, end = computed // self._block_tokens, (computed + count) // self._block_tokens

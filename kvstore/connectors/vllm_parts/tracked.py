@@ -49,7 +49,6 @@ class Tracked:
     block that has not been offered, `retry_s` when what was left out may be offered again. `outstanding` counts offered
     blocks of all ranks that are not settled. `num_loading` ranks have not ended the last load, which until `load_end_s`
     brought as many blocks as `loaded` counts; of its blocks those from `failed_from` on are of no use.
-    `computed_tokens` are those of the prompt that were computed.
     """
 
     request: Request
@@ -75,7 +74,6 @@ class Tracked:
     loaded: dict[TierKind, int] = field(default_factory=dict)
     load_end_s: float | None = None
     failed_from: int | None = None
-    computed_tokens: int = 0
     first_output_s: float | None = None
     plan: str = "prefill"
     why: str = ""
