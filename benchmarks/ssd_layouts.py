@@ -33,7 +33,8 @@ from kvstore.bench.machine import describe
 from kvstore.core.block import BlockMeta, checksum
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome
-from tiers.aligned import PAGE_BYTES, AlignedBuffers, address_of, copy_bytes
+from tiers.aligned import AlignedBuffers, address_of, copy_bytes
+from tiers.pages import PAGE_BYTES
 from tiers.ssd import SsdTier
 
 _BATCH_BYTES = 32 << 20

@@ -19,7 +19,8 @@ from kvstore.config import RamConfig
 from kvstore.core.errors import ConfigError
 from kvstore.core.units import approximate_size, format_size
 from kvstore.memory import Limit, System
-from tiers.backing import PAGE_BYTES, Backing
+from tiers.backing import Backing
+from tiers.pages import PAGE_BYTES
 from tiers.region import Region, is_abandoned
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
-PAGE_BYTES: Final = 4096
-_HUGE_PAGE_BYTES: Final = 2 << 20
+from tiers.pages import HUGE_PAGE_BYTES, PAGE_BYTES
+
 _MAX_IDLE_BYTES: Final = 32 << 20
 
 
@@ -35,7 +35,7 @@ class AlignedBuffers:
         with self._lock:
             chosen = self._take(num_bytes)
         if chosen is None:
-            chosen = _allocate(max(1, -(-num_bytes // _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES)
+            chosen = _allocate(max(1, -(-num_bytes // HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES)
         try:
             yield chosen[:num_bytes]
         finally:
@@ -73,10 +73,10 @@ def copy_bytes(into: memoryview, source: memoryview) -> None:
 
 def _allocate(num_bytes: int) -> memoryview:
     # Private, unlike the default, which the kernel would back by a shared-memory file.
-    room = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         # A kernel without huge pages refuses; small ones do too.
         room.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(room)
-    start = -address_of(view) % _HUGE_PAGE_BYTES
+    start = -address_of(view) % HUGE_PAGE_BYTES
     return view[start : start + num_bytes]

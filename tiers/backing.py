@@ -1,9 +1,6 @@
 """The memory a region is made of: allocated at once, in the largest pages that can be had, on the node asked for."""
 
-import contextlib
-import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +9,9 @@ from typing import Final
 
 from kvstore.core.errors import ConfigError
 from tiers import pages
+from tiers.mapping import Mapping
+from tiers.pages import PAGE_BYTES
 
-PAGE_BYTES: Final = 4096
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -36,21 +34,21 @@ def allocate(
     total_bytes: int,
     backing: Backing,
     prefault: Callable[[int, int], None] | None,
-) -> mmap.mmap:
+) -> Mapping:
     """Return a mapping of the new file `path`, all of whose pages exist then; with `prefault` they are in this process'
-    page table too, and it is told (done_bytes, total_bytes). Raises ConfigError, naming what cannot be had."""
+    page table too, as huge ones where those can be had, and it is told (done_bytes, total_bytes). Raises ConfigError,
+    naming what cannot be had."""
     if backing.page_bytes == PAGE_BYTES:
         # At once: else all memory of the machine would be taken before the file system says no.
         _check_room(descriptor, path, total_bytes)
     try:
         os.ftruncate(descriptor, total_bytes)
-        mapping = mmap.mmap(descriptor, total_bytes)
+        mapping = Mapping(descriptor, total_bytes)
     except OSError as error:
         # A hugetlbfs reserves its pages when they are mapped.
         if error.errno in (*_NO_ROOM, errno.ENOMEM):
             raise _too_small(path, total_bytes) from error
         raise ConfigError(f"cannot map the region file {path}: {error.strerror}") from error
-    ask_for_huge_pages(mapping)
     # All before the first touch: what is there already would stay as it is.
     if backing.numa_node is not None:
         _bind(mapping, total_bytes, backing.numa_node)
@@ -58,7 +56,9 @@ def allocate(
         _lock(mapping, total_bytes)
     try:
         # Not with posix_fallocate, which makes no huge pages and has to be followed by the populating anyway.
-        if prefault is None or not pages.populate(address_of(mapping), total_bytes, pages.default_threads(), prefault):
+        if prefault is None or not pages.populate(
+            mapping.address, total_bytes, pages.default_threads(), prefault, huge=backing.page_bytes == PAGE_BYTES
+        ):
             _fill(descriptor, mapping, total_bytes, prefault)
     except OSError as error:
         if error.errno in _NO_ROOM:
@@ -67,30 +67,20 @@ def allocate(
     return mapping
 
 
-def ask_for_huge_pages(mapping: mmap.mmap) -> None:
-    # Refused where the kernel has none, and on a hugetlbfs, which needs no asking.
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-
-
-def address_of(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-
-
-def _fill(descriptor: int, mapping: mmap.mmap, total_bytes: int, prefault: Callable[[int, int], None] | None) -> None:
+def _fill(descriptor: int, mapping: Mapping, total_bytes: int, prefault: Callable[[int, int], None] | None) -> None:
     for start in range(0, total_bytes, pages.STEP_BYTES):
         step_bytes = min(pages.STEP_BYTES, total_bytes - start)
         os.posix_fallocate(descriptor, start, step_bytes)
         if prefault is not None:
             # The file is new, so it holds zeros.
             for page in range(start, start + step_bytes, PAGE_BYTES):
-                mapping[page] = 0
+                mapping.view[page] = 0
             prefault(start + step_bytes, total_bytes)
 
 
-def _bind(mapping: mmap.mmap, total_bytes: int, node: int) -> None:
+def _bind(mapping: Mapping, total_bytes: int, node: int) -> None:
     try:
-        pages.bind(address_of(mapping), total_bytes, node)
+        pages.bind(mapping.address, total_bytes, node)
     except OSError as error:
         # Without NUMA all memory is node 0.
         if error.errno == errno.ENOSYS and node == 0:
@@ -98,9 +88,9 @@ def _bind(mapping: mmap.mmap, total_bytes: int, node: int) -> None:
         raise ConfigError(f"cannot take the region's memory from NUMA node {node}: {error.strerror}") from error
 
 
-def _lock(mapping: mmap.mmap, total_bytes: int) -> None:
+def _lock(mapping: Mapping, total_bytes: int) -> None:
     try:
-        pages.lock_on_fault(address_of(mapping), total_bytes)
+        pages.lock_on_fault(mapping.address, total_bytes)
     except OSError as error:
         limit_bytes = pages.lock_limit_bytes()
         limit = "no limit" if limit_bytes is None else f"a limit of {limit_bytes} bytes"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.core.block import HEADER_BYTES
-from tiers.aligned import PAGE_BYTES
+from tiers.pages import PAGE_BYTES
 
 _ZEROS_BYTES = 4 << 20
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.block import HEADER_BYTES
-from tiers.aligned import PAGE_BYTES
 from tiers.columns import Columns
+from tiers.pages import PAGE_BYTES
 from tiers.segments import Segments
 
 REASONS: Final = ("", "segment_missing", "segment_foreign", "segment_truncated", "slot_conflict")

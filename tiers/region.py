@@ -14,22 +14,21 @@ daemon when the first engine exits. The file is never truncated or reused: trunc
 maps kills that engine with SIGBUS.
 """
 
-import contextlib
 import fcntl
-import mmap
 import os
 import stat
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from kvstore.core.errors import ConfigError, TierUnavailable
 from tiers import pages
-from tiers.backing import DEFAULT_BACKING, PAGE_BYTES, Backing, address_of, allocate, ask_for_huge_pages
+from tiers.backing import DEFAULT_BACKING, Backing, allocate
+from tiers.mapping import Mapping
+from tiers.pages import HUGE_PAGE_BYTES, PAGE_BYTES
 
-HUGE_PAGE_BYTES: Final = 2 << 20
 _MAGIC = b"KVREGION"
 _VERSION = 2
 # magic, version, reserved, epoch, data_bytes, data_start
@@ -43,7 +42,7 @@ class Region:
     """One mapping of the region file. Thread-safe; views stay valid after `close` until they are dropped."""
 
     def __init__(
-        self, path: Path, mapping: mmap.mmap, start: int, data_bytes: int, epoch: int, lock: int | None = None
+        self, path: Path, mapping: Mapping, start: int, data_bytes: int, epoch: int, lock: int | None = None
     ) -> None:
         """Use `create` or `attach`. `start`: of the data area; `lock`: the descriptor that holds the owner's lock."""
         self.path = path
@@ -52,11 +51,11 @@ class Region:
         self._lock = lock
         self._is_closed = False
         self._mapping = mapping
-        whole = memoryview(mapping)
+        whole = mapping.view
         self._generations = whole[PAGE_BYTES : PAGE_BYTES + 8 * (data_bytes // PAGE_BYTES)].cast("Q")
         self._data = whole[start : start + data_bytes]
         self._start = start
-        self._address = address_of(mapping) + start
+        self._address = mapping.address + start
 
     @classmethod
     def create(
@@ -91,7 +90,7 @@ class Region:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             mapping = allocate(descriptor, path, total_bytes, backing, prefault)
             # Last, so that nobody can attach to a region that is not complete.
-            mapping[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, 0, epoch, data_bytes, start)
+            mapping.view[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, 0, epoch, data_bytes, start)
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(descriptor)
@@ -108,14 +107,13 @@ class Region:
             raise TierUnavailable(f"cannot open the region {path}: {error.strerror}") from error
         try:
             start, data_bytes = _read_header(descriptor, path, epoch)
-            mapping = mmap.mmap(descriptor, start + data_bytes)
+            mapping = Mapping(descriptor, start + data_bytes)
         except OSError as error:
             raise TierUnavailable(f"cannot map the region {path}: {error.strerror}") from error
         finally:
             os.close(descriptor)
         # A fork would make pinned pages copy-on-write, and the device would go on writing to the other copy.
-        mapping.madvise(mmap.MADV_DONTFORK)
-        ask_for_huge_pages(mapping)
+        mapping.keep_from_children()
         return cls(path, mapping, start, data_bytes, epoch)
 
     @property
@@ -178,8 +176,7 @@ class Region:
             os.close(self._lock)
         self._generations.release()
         self._data.release()
-        with contextlib.suppress(BufferError):
-            self._mapping.close()
+        self._mapping.close()
 
     def unlink(self) -> None:
         """Remove the file's name; mappings stay whole. Only the daemon does this, at shutdown. Idempotent."""

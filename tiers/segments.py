@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from tiers.aligned import PAGE_BYTES
 from tiers.direct import RecordFile
 from tiers.environment import sync_folder
 from tiers.index import Place
+from tiers.pages import PAGE_BYTES
 from tiers.segment import Segment, SlotMap, sparsest_movable
 
 _NAME = re.compile(r"(\d{8,})-(\d{8,})\.seg")

@@ -16,15 +16,14 @@ Covers: offsets and sizes. Does not cover: keys, bytes, generations, threads (th
 
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tiers.freeruns import FreeRuns
+from tiers.pages import PAGE_BYTES
 from tiers.slab import Slab, empty_slab
 
-PAGE_BYTES: Final = 4096
 _MIN_SLAB_SLOTS = 8
 # A slab is at least this share of the whole, so that there are few of them and slots of one size lie together.
 _SLAB_FRACTION = 64

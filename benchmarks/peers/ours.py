@@ -55,7 +55,9 @@ class Ours:
         self._closing.callback(self._region.unlink)
         self._ram = RamTier(self._region)
         cap = 2 * task.total_bytes + 64 * MIB
-        self._ssd = SsdTier(Path(task.folder) / "ssd", max_bytes=cap, segment_bytes=cap // 4)
+        self._ssd = SsdTier(
+            Path(task.folder) / "ssd", max_bytes=cap, segment_bytes=cap // 4, huge_slots=self._region.is_huge()
+        )
         self._closing.callback(self._ssd.close)
         self._daemon = BenchDaemon(Path(task.folder) / "daemon", Path(task.shm_dir), {"ram.size": room + 64 * MIB})
         self._closing.callback(self._daemon.stop)

@@ -3,15 +3,15 @@
 Writes go in batches of up to 32 MiB from as many threads as the daemon's worker has for them, from slots of a region;
 every block is on disk when its batch is answered, checksum and index included. Reads are single blocks in random order,
 again from as many threads as the worker has, with every page of the folder dropped before. The files are written and
-read by as many threads, from and to the same slots. `write_huge` and `read_huge` compare with a file whose bytes come
-from and go to huge pages: direct I/O from small pages that lie scattered reaches a third of that, and a region in
-/dev/shm has huge pages only where the system allows it.
+read by as many threads, from and to buffers on huge pages, whatever pages the region got: direct I/O from small ones
+that lie scattered reaches a third of that.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvstore.bench.daemon import prefix
@@ -27,29 +27,26 @@ from tiers.region import Region
 from tiers.ssd import SsdTier
 
 _EPOCH = 1
-_HUGE = "direct, huge pages"
 
 
 def measure(
     settings: BenchSettings, sizes: Sizes, on_round: Callable[[], None]
 ) -> tuple[dict[str, Compared], dict[str, Any]]:
-    """Return write and read, both also against huge pages, and whether every read was cold.
+    """Return write and read, and whether every read was cold and the slots lay on huge pages.
 
     Raises TierUnavailable where the tier fails.
     """
     folder = settings.folder / f"ssd-{sizes.block_bytes}"
     folder.mkdir()
-    names = ("buffered", "direct", _HUGE)
     plain = {
-        name: PlainFile(folder / f"plain-{number}", sizes.num_blocks, sizes.block_bytes, direct=name != "buffered")
-        for number, name in enumerate(names)
+        name: PlainFile(folder / f"plain-{name}", sizes.num_blocks, sizes.block_bytes, direct=name == "direct")
+        for name in ("buffered", "direct")
     }
     cached: list[float] = []
-    # What the disk could do if slots lay on huge pages.
-    plain_sources, plain_targets = (Buffers(sizes.num_blocks, sizes.block_bytes, seed).views for seed in (1, 2))
-    tier = SsdTier(folder / "tier", max_bytes=_cap(sizes), segment_bytes=_cap(sizes) // 4)
+    here, there = (Buffers(sizes.num_blocks, sizes.block_bytes, seed).views for seed in (1, 2))
     with (
-        _views(settings, sizes) as (sources, targets),
+        _views(settings, sizes) as (sources, targets, is_huge),
+        contextlib.closing(_tier(folder / "tier", sizes, huge_slots=is_huge)) as tier,
         ThreadPoolExecutor(SSD_WRITERS) as writers,
         ThreadPoolExecutor(settings.ssd_threads) as threads,
     ):
@@ -72,8 +69,6 @@ def measure(
             return seconds
 
         def ceiling(name: str, file: PlainFile) -> Callable[[int], dict[str, float]]:
-            here, there = (plain_sources, plain_targets) if name == _HUGE else (sources, targets)
-
             def run(number: int) -> dict[str, float]:
                 write_s = file.write([[(i, here[i]) for i in batch] for batch in indexes], writers)
                 cached.append(drop_cache(file.path))
@@ -85,16 +80,14 @@ def measure(
         try:
             seconds = in_turns([ours, *(ceiling(*one) for one in plain.items())], settings.rounds, on_round)
         finally:
-            tier.close()
             for file in plain.values():
                 file.close()
     timings = {part: Timing(tuple(taken), sizes.total_bytes) for part, taken in seconds.items()}
     compared = {
-        f"{part}{suffix}": Compared(timings[part], {name: timings[f"{part} {name}"] for name in ceilings})
-        for part in ("write", "read")
-        for suffix, ceilings in (("", names[:2]), ("_huge", names[2:]))
+        part: Compared(timings[part], {name: timings[f"{part} {name}"] for name in plain}) for part in ("write", "read")
     }
-    return compared, {"reads_were_cold": all(map(is_cold, cached)), "pages_left_in_cache": max(cached)}
+    facts = {"reads_were_cold": all(map(is_cold, cached)), "pages_left_in_cache": max(cached), "huge_slots": is_huge}
+    return compared, facts
 
 
 def blocks(sizes: Sizes, seed: int) -> list[BlockMeta]:
@@ -120,16 +113,16 @@ def expect(outcomes: Sequence[Outcome]) -> None:
             raise TierUnavailable(f"the tier answered {outcome.label} to a block of the benchmark")
 
 
-@contextmanager
-def _views(settings: BenchSettings, sizes: Sizes) -> Iterator[tuple[list[memoryview], list[memoryview]]]:
-    """Slots of a region to write from, filled with noise, and others to read into."""
+@contextlib.contextmanager
+def _views(settings: BenchSettings, sizes: Sizes) -> Iterator[tuple[list[memoryview], list[memoryview], bool]]:
+    """Slots of a region to write from, filled with noise, others to read into, and whether they lie on huge pages."""
     path = settings.shm_dir / f"ssd-{sizes.block_bytes}"
     region = Region.create(path, 2 * sizes.total_bytes, _EPOCH, prefault=lambda _done, _total: None)
     views = [region.view(index * sizes.block_bytes, sizes.block_bytes) for index in range(2 * sizes.num_blocks)]
     try:
         for index, view in enumerate(views):
             fill(view, index)
-        yield views[: sizes.num_blocks], views[sizes.num_blocks :]
+        yield views[: sizes.num_blocks], views[sizes.num_blocks :], region.is_huge()
     finally:
         for view in views:
             view.release()
@@ -137,6 +130,7 @@ def _views(settings: BenchSettings, sizes: Sizes) -> Iterator[tuple[list[memoryv
         region.unlink()
 
 
-def _cap(sizes: Sizes) -> int:
-    """Twice what a round writes, so that the cap is nowhere near."""
-    return 2 * sizes.total_bytes + 64 * MIB
+def _tier(folder: Path, sizes: Sizes, *, huge_slots: bool) -> SsdTier:
+    # Twice what a round writes, so that the cap is nowhere near.
+    cap_bytes = 2 * sizes.total_bytes + 64 * MIB
+    return SsdTier(folder, max_bytes=cap_bytes, segment_bytes=cap_bytes // 4, huge_slots=huge_slots)

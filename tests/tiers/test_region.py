@@ -1,9 +1,11 @@
 """The shared region: what is refused, what is seen by both sides, what outlives a close."""
 
+import errno
 import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,63 @@ def test_an_attached_region_knows_whether_it_lies_on_huge_pages(tmp_path: Path, 
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def test_a_prefaulted_region_in_dev_shm_lies_on_huge_pages_though_that_has_none_by_itself() -> None:
+    system = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    kernel = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    if kernel < (6, 1) or not system.exists() or "[deny]" in system.read_text():
+        pytest.skip("this kernel makes no huge pages on demand")
+    path = Path(f"/dev/shm/kvstore-test-{os.getpid()}-{time.monotonic_ns()}")
+    region = Region.create(path, 65 << 20, EPOCH, prefault=lambda *_: None)
+    try:
+        again = Region.attach(path, EPOCH)
+        assert region.is_huge()
+        assert again.is_huge()
+        assert again.address % (2 << 20) == 0
+        assert path.stat().st_blocks * 512 == path.stat().st_size
+        again.view((64 << 20) + 5, 4)[:] = b"last"
+        assert bytes(region.view((64 << 20) + 5, 4)) == b"last"
+        again.close()
+    finally:
+        region.close()
+        region.unlink()
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"), [(0, 3), (errno.EAGAIN, 3), (errno.EINVAL, 1), (errno.ENOMEM, 1), (errno.EBUSY, 1)]
+)
+def test_where_the_kernel_has_no_more_huge_pages_the_rest_is_allocated_in_small_ones(
+    monkeypatch: pytest.MonkeyPatch, error: int, asked: int
+) -> None:
+    """Each further try would have it move memory about for nothing."""
+    calls: list[tuple[int, int, int]] = []
+    collapse, populate, huge, step = 25, 23, 2 << 20, 64 << 20
+
+    def madvise(address: int, num_bytes: int, advice: int) -> int:
+        calls.append((address, num_bytes, advice))
+        return error if advice == collapse else 0
+
+    monkeypatch.setattr("tiers.pages._madvise", madvise)
+    assert pages.populate(huge, 3 * step, 1, huge=True)
+    assert [call[:2] for call in calls if call[2] == collapse] == [(huge + i * step, step) for i in range(asked)]
+    assert [call for call in calls if call[1] > 4096 and call[2] == populate] == [
+        (huge + i * step, step, populate) for i in range(3)
+    ]
+
+
+def test_a_file_system_that_is_full_is_told_before_huge_pages_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A touch would end the process."""
+    asked: list[int] = []
+
+    def madvise(address: int, num_bytes: int, advice: int) -> int:
+        asked.append(advice)
+        return errno.EFAULT
+
+    monkeypatch.setattr("tiers.pages._madvise", madvise)
+    with pytest.raises(OSError, match="No space left"):
+        pages.populate(2 << 20, 64 << 20, 1, huge=True)
+    assert asked == [23, 23]
+
+
 def test_an_attached_region_can_be_populated_and_keeps_its_bytes(path: Path) -> None:
     region = Region.create(path, SIZE, EPOCH)
     region.view(PAGE_BYTES, 4)[:] = b"here"
@@ -126,7 +185,7 @@ def test_an_attached_region_can_be_populated_and_keeps_its_bytes(path: Path) -> 
 def test_on_a_kernel_that_cannot_populate_the_region_is_whole_all_the_same(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiers.pages.populate", lambda *_: False)
+    monkeypatch.setattr("tiers.pages.populate", lambda *_, **__: False)
     seen: list[int] = []
     region = Region.create(path, SIZE, EPOCH, prefault=lambda done, _: seen.append(done))
     assert seen[-1] == path.stat().st_size <= path.stat().st_blocks * 512
