@@ -1,15 +1,16 @@
-"""What the README shows does what it says."""
+"""What the README shows does what it says, and what a daemon says is in the pages."""
 
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.support.daemons import DaemonProcess
 from tests.support.waiting import PATIENCE_S
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 
 def test_the_example_of_a_client_stores_a_prompt_and_then_fetches_it(
@@ -27,6 +28,19 @@ def test_the_example_of_a_client_stores_a_prompt_and_then_fetches_it(
     assert (first["stored"], first["fetched"]) == ([0, 1, 2, 3], {})
     assert (second["stored"], second["fetched"]) == ([], {i: bytes([i]) * 65_536 for i in range(4)})
     assert second["usable"] == dict.fromkeys(range(4), True)
+
+
+def test_the_page_of_the_statistics_names_every_field(make_daemon: Callable[..., DaemonProcess]) -> None:
+    page = (ROOT / "docs" / "stats.md").read_text("utf-8")
+    named = {word for quoted in re.findall(r"`([^`\n]*)`", page) for word in re.findall(r"\w+", quoted)}
+    assert set(_fields(make_daemon().stats())) <= named
+
+
+def _fields(snapshot: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in snapshot.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from _fields(value)
 
 
 def _run(script: Path) -> dict[str, Any]:
