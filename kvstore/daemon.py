@@ -48,6 +48,9 @@ _START_DEADLINE_S = 120.0
 _WORKER_DEADLINE_S = 15.0
 _STOP_DEADLINE_S = 10.0
 _STORE_WINDOW_BYTES = 64 << 20
+# Two of the worker's batches, but no more than this share of the region above the other window: it cannot be evicted.
+_SSD_STORE_WINDOW_BYTES = 128 << 20
+_SSD_STORE_WINDOW_SHARE = 0.25
 _SSD_STORE_WINDOW_OPS = 4096
 
 
@@ -207,12 +210,16 @@ class Daemon:
             ttl_s=config.sessions.ttl_s,
             encryption=config.encryption,
         )
+        store_window_bytes = _STORE_WINDOW_BYTES
+        if is_ssd:
+            share_bytes = int(_SSD_STORE_WINDOW_SHARE * region.data_bytes)
+            store_window_bytes = max(store_window_bytes, min(_SSD_STORE_WINDOW_BYTES, share_bytes))
         return WorkerLink(
             kind,
             settings,
             self._context,
             load_window=2 * (config.ssd.threads if is_ssd else config.s3.threads),
-            store_window_bytes=_STORE_WINDOW_BYTES,
+            store_window_bytes=store_window_bytes,
             store_window_ops=_SSD_STORE_WINDOW_OPS if is_ssd else config.s3.threads,
             on_recovered=lambda reply: self._store.recovery.take_in(reply),
             paces_loads=not is_ssd,

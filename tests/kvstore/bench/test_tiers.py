@@ -13,7 +13,15 @@ from tests.support.bench import Rounds
 
 KEYS = {
     "ram": ("store_ratio", "fetch_ratio", "paged_ratio"),
-    "ssd": ("write_ratio", "read_ratio", "churn_ratio", "peak_bytes", "max_bytes"),
+    "ssd": (
+        "write_ratio",
+        "read_ratio",
+        "write_direct_ratio",
+        "read_direct_ratio",
+        "churn_ratio",
+        "peak_bytes",
+        "max_bytes",
+    ),
     "s3": ("put_ratio", "get_ratio"),
     "lookup": ("p50_ms", "ping_p50_ms", "loaded_p99_ms"),
     "catalog": ("rss_mib", "recover_s"),
