@@ -51,9 +51,14 @@ class Mapping:
 
 
 def _map_aligned(descriptor: int, num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Return a mapping with room to spare, and where in it the file begins: it covers the rest, and goes with it."""
+    """Return a mapping with room to spare, and where in it the file begins: it covers the rest, and goes with it.
+    Where there is no such room the file begins anywhere."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    owner = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
+    try:
+        owner = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
+    except OSError:
+        # Where every mapping has to be backed (vm.overcommit_memory 2) there may be no room for one of nothing.
+        return mmap.mmap(descriptor, num_bytes), 0
     address = address_of(memoryview(owner))
     begin = -address % HUGE_PAGE_BYTES
     access = mmap.PROT_READ | mmap.PROT_WRITE

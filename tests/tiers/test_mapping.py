@@ -1,6 +1,8 @@
 """A file in memory: where it lies, and how long."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,23 @@ def test_views_outlive_it_and_the_last_one_unmaps_the_file(tmp_path: Path) -> No
     assert (tmp_path / "file").read_bytes()[100:105] == b"still"
     del mapping, part
     assert not is_mapped(tmp_path / "file")
+
+
+def test_where_there_is_no_room_to_choose_from_it_begins_anywhere(tmp_path: Path) -> None:
+    script = (
+        "import os, resource, sys; from pathlib import Path; from tiers.mapping import Mapping\n"
+        "descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); os.ftruncate(descriptor, 64 << 20)\n"
+        "pages = int(Path('/proc/self/statm').read_text().split()[0])\n"
+        "limit = pages * 4096 + (65 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "mapping = Mapping(descriptor, 64 << 20)\n"
+        "mapping.view[-4:] = b'last'; mapping.close(); print('mapped')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "file")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "mapped", done.stderr
+    assert (tmp_path / "file").read_bytes()[-4:] == b"last"
 
 
 def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
