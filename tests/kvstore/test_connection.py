@@ -97,3 +97,40 @@ def test_why_a_living_daemon_cannot_be_reached_is_said(tmp_path: Path) -> None:
             ask(tmp_path)
     finally:
         os.close(descriptor)
+
+
+class Answering(Connection):
+    """Every question is answered after `takes_s`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self.now = 0.0
+        self.takes_s = 0.0
+        self.looked: list[float] = []
+
+    def send(self, epoch: int, incarnation: int, body: wire.Message, deadline_s: float = 1.0) -> int:
+        return 7
+
+    def receive(self, timeout_s: float, asked: int, look_s: float = 0.0) -> tuple[int, wire.Reply]:
+        self.looked.append(look_s)
+        self.now += self.takes_s
+        return 7, wire.Pong(0)
+
+
+def test_it_looks_for_answers_only_while_they_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that is busy may need the core on which somebody looks."""
+    connection = Answering(tmp_path)
+    monkeypatch.setattr("kvstore.connection.time.monotonic", lambda: connection.now)
+
+    def ask(times: int, takes_s: float) -> float:
+        """Return how long it looked the last time."""
+        connection.takes_s = takes_s
+        for _ in range(times):
+            connection.request(0, 0, wire.Ping(), 1.0)
+        return connection.looked[-1]
+
+    assert ask(10, 50e-6) > 0
+    assert ask(1, 5.0) > 0, "nobody knew before"
+    assert ask(1, 50e-6) > 0, "a single one is no habit"
+    assert ask(20, 2e-3) == 0
+    assert ask(20, 150e-6) > 0, "woken up each time it looks like this, and it is quick again"
