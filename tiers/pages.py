@@ -25,6 +25,7 @@ STEP_BYTES: Final = 64 << 20
 # Neither is in the mmap module of Python 3.11; Linux 5.14 and 6.1, and newer.
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
+_COLLAPSE_TRIES: Final = 8
 _MLOCK_ONFAULT: Final = 1
 _MPOL_BIND: Final = 2
 _MAX_NODES: Final = 1024
@@ -128,8 +129,12 @@ class _Collapse:
             # By madvise and not by a touch, which on a full file system would be the end of the process.
             if not self._goes_on or _madvise(one, PAGE_BYTES, _MADV_POPULATE_WRITE):
                 return
-        # EAGAIN: some page was in use this moment.
-        if first < end and _madvise(first, end - first, _MADV_COLLAPSE) not in (0, errno.EAGAIN):
+        error = errno.EAGAIN if first < end else 0
+        # EAGAIN: some page was in use this moment; then those behind it were not tried, and those before it are done.
+        for _ in range(_COLLAPSE_TRIES):
+            if error == errno.EAGAIN:
+                error = _madvise(first, end - first, _MADV_COLLAPSE)
+        if error not in (0, errno.EAGAIN):
             self._goes_on = False
 
 
