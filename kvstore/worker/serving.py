@@ -39,7 +39,8 @@ _RECORD_BYTES_PER_MESSAGE = 256 << 10
 _LOOK_EVERY_S = 0.5
 # Whether the files of a tier are still there.
 _LOOK_AT_TIER_EVERY_S = 5.0
-# With half of it writes were a tenth slower on a disk of 7 GB/s: each batch waits for its sync and the index.
+# With half of it writes were up to a tenth slower on a disk of 7 GB/s, as far as the noise lets one see: each batch
+# waits for its sync and the index.
 SSD_BATCH_BYTES = 64 << 20
 # One batch is written while the other is being synced.
 SSD_WRITERS = 2
