@@ -1,6 +1,7 @@
 """Replays a trace against RAM and SSD together, as the daemon runs them: with an admission policy in front of the SSD.
 
 The rules of replay.py, and:
+- Both policies are told of a request before its blocks are used, as by a lookup.
 - A block hits if either tier has it. What only the SSD has is brought into RAM and stays on the SSD.
 - A request's new blocks enter RAM. Those that the SSD does not have, from RAM or new, are shown to the admission
   policy, which says how many of the first of them are written.
@@ -69,12 +70,13 @@ def replay_stacked(
     accesses: Accesses,
     ram_blocks: int,
     ssd_blocks: int,
-    make_policy: MakePolicy,
+    make_ram_policy: MakePolicy,
+    make_ssd_policy: MakePolicy,
     admission: Admission,
     clock: "TraceClock",
 ) -> Stacked:
     """Replay all requests. `clock` is what the admission policy was made with."""
-    ram, ssd = _Level(accesses, ram_blocks, make_policy), _Level(accesses, ssd_blocks, make_policy)
+    ram, ssd = _Level(accesses, ram_blocks, make_ram_policy), _Level(accesses, ssd_blocks, make_ssd_policy)
     hit_tokens = ram_hit_tokens = refused = 0
     for request, prompt_tokens in enumerate(accesses.prompt_tokens):
         blocks = accesses.of(request)
@@ -82,7 +84,10 @@ def replay_stacked(
         in_ram, on_ssd = ram.view.resident[blocks], ssd.view.resident[blocks]
         hits = _leading(in_ram | on_ssd)
         hit_tokens += min(prompt_tokens, hits * accesses.block_tokens)
-        ram_hit_tokens += min(prompt_tokens, _leading(in_ram) * accesses.block_tokens)
+        ram_hits = _leading(in_ram)
+        ram_hit_tokens += min(prompt_tokens, ram_hits * accesses.block_tokens)
+        ram.policy.on_request(ram.view.names_of(blocks), ram_hits)
+        ssd.policy.on_request(ssd.view.names_of(blocks), hits)
         ram.use(blocks[:hits], clock.now_s)
         ssd.use(blocks[:hits], clock.now_s)
         admission.on_read(_names(blocks[:hits][on_ssd[:hits] & ~in_ram[:hits]]))

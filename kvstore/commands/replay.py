@@ -102,6 +102,14 @@ def replay(
         int,
         typer.Option("--ssd-blocks", metavar="N", min=0, help="Replay RAM and SSD together; this is the SSD's room."),
     ] = 0,
+    ssd_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ssd-policy",
+            metavar="NAMES",
+            help=f"With --ssd-blocks: eviction from the SSD, as --policy; default: {replay_stacked.SSD_POLICY}.",
+        ),
+    ] = None,
     admission: Annotated[
         list[str] | None,
         typer.Option(
@@ -137,7 +145,9 @@ def replay(
     if (ssd_blocks or ram_blocks) and (
         plot or hints != "none" or capacity_fraction or capacity_blocks or capacity_bytes
     ):
-        raise typer.BadParameter("goes with --policy, --admission and --block-tokens only", param_hint="--ssd-blocks")
+        raise typer.BadParameter(
+            "goes with --policy, --ssd-policy, --admission and --block-tokens only", param_hint="--ssd-blocks"
+        )
     if size and (
         ssd_blocks or ram_blocks or plot or hints != "none" or capacity_fraction or capacity_blocks or capacity_bytes
     ):
@@ -149,6 +159,8 @@ def replay(
         raise typer.BadParameter("goes with --size only, as --target and --ram-share do", param_hint="--model")
     if admission and not (ssd_blocks or ram_blocks):
         raise typer.BadParameter("needs --ssd-blocks, the room of the SSD", param_hint="--admission")
+    if ssd_policy and not (ssd_blocks or ram_blocks):
+        raise typer.BadParameter("needs --ssd-blocks, the room of the SSD", param_hint="--ssd-policy")
     if hints not in _HINTS:
         raise typer.BadParameter(f"{hints!r} is neither 'none' nor 'returns'", param_hint="--hints")
     if concurrent > 1 and not piece_blocks:
@@ -161,7 +173,8 @@ def replay(
         check_plot(plot)
     read = accesses_of(read_trace(trace, block_tokens=block_tokens or None))
     if ssd_blocks or ram_blocks:
-        stacked = replay_stacked.run(trace, read, policies, admissions, ram_blocks, ssd_blocks)
+        on_ssd = ",".join(ssd_policy or [replay_stacked.SSD_POLICY])
+        stacked = replay_stacked.run(trace, read, policies, on_ssd, admissions, ram_blocks, ssd_blocks)
         if json:
             print_json(stacked[0] if len(stacked) == 1 else stacked)
         else:

@@ -6,22 +6,25 @@ from typing import Final
 import msgspec
 import typer
 
+from kvstore.config import RamConfig, SsdConfig
 from policies import admission
 from policies.eviction.choice import NAMES, make
 from policies.replay import Accesses, infinite_hit_ratio
 from policies.stacked import TraceClock, replay_stacked
 
-COLUMNS: Final = ("policy", "admission", "token hits", "from RAM", "SSD writes", "of unique", "refused")
-# What is taken where no policy was named: the one that is worth most.
-_POLICY: Final = "gittins"
+COLUMNS: Final = ("policy", "SSD policy", "admission", "token hits", "from RAM", "SSD writes", "of unique", "refused")
+# What the daemon does unless it is told otherwise (`ram.policy`, `ssd.policy`).
+_RAM_POLICY: Final = RamConfig().policy
+SSD_POLICY: Final = SsdConfig().policy
 
 
 class StackedRow(msgspec.Struct, frozen=True):
-    """One eviction policy, in both tiers, with one admission policy. Ratios are shares of 1; writes and refusals count
-    blocks, `ssd_write_ratio` is of unique blocks."""
+    """One eviction policy in RAM and one on the SSD, with one admission policy. Ratios are shares of 1; writes and
+    refusals count blocks, `ssd_write_ratio` is of unique blocks."""
 
     trace: str
     policy: str
+    ssd_policy: str
     admission: str
     token_hit_ratio: float
     ram_token_hit_ratio: float
@@ -41,14 +44,20 @@ class StackedRow(msgspec.Struct, frozen=True):
 
 
 def run(
-    trace: Path, accesses: Accesses, policies: str, admissions: str, ram_blocks: int, ssd_blocks: int
+    trace: Path,
+    accesses: Accesses,
+    policies: str,
+    ssd_policies: str,
+    admissions: str,
+    ram_blocks: int,
+    ssd_blocks: int,
 ) -> list[StackedRow]:
     """Replay for each of the named policies, separated by commas. Raises typer.BadParameter."""
     infinite = infinite_hit_ratio(accesses)
-    eviction = [_POLICY] if policies == "all" else _names(policies, NAMES, "--policy")
     return [
-        _row(trace, accesses, policy, chosen, ram_blocks, ssd_blocks, infinite)
-        for policy in eviction
+        _row(trace, accesses, policy, ssd_policy, chosen, ram_blocks, ssd_blocks, infinite)
+        for policy in ([_RAM_POLICY] if policies == "all" else _names(policies, NAMES, "--policy"))
+        for ssd_policy in _names(ssd_policies, NAMES, "--ssd-policy")
         for chosen in _names(admissions, admission.NAMES, "--admission")
     ]
 
@@ -56,6 +65,7 @@ def run(
 def cells(row: StackedRow) -> list[str]:
     return [
         row.policy,
+        row.ssd_policy,
         row.admission,
         f"{100 * row.token_hit_ratio:.1f}%",
         f"{100 * row.ram_token_hit_ratio:.1f}%",
@@ -69,6 +79,7 @@ def _row(
     trace: Path,
     accesses: Accesses,
     policy: str,
+    ssd_policy: str,
     chosen: str,
     ram_blocks: int,
     ssd_blocks: int,
@@ -80,12 +91,14 @@ def _row(
         ram_blocks,
         ssd_blocks,
         lambda tier, _: make(policy, tier, tier.clock),
+        lambda tier, _: make(ssd_policy, tier, tier.clock),
         admission.make(chosen, clock),
         clock,
     )
     return StackedRow(
         trace=trace.name,
         policy=policy,
+        ssd_policy=ssd_policy,
         admission=chosen,
         token_hit_ratio=replayed.token_hit_ratio,
         ram_token_hit_ratio=replayed.ram_hit_tokens / replayed.input_tokens,

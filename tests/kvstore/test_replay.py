@@ -100,6 +100,7 @@ def test_several_policies_are_named_in_one_option_or_in_several(run: Run, trace:
         (["--target", "0.5"], "goes with --size only"),
         (["--model", "Llama-3.1-8B"], "goes with --size only"),
         (["--admission", "learned"], "needs --ssd-blocks"),
+        (["--ssd-policy", "lru"], "needs --ssd-blocks"),
         (["--plot", "plot.svg"], "should end in .png"),
         (["--plot", "/nowhere/at/all/plot.png"], "there is no folder"),
     ],
@@ -166,13 +167,16 @@ def test_ram_and_ssd_together_say_what_is_written_for_which_hits(run: Run, trace
     code, out, _ = run(str(trace), "--ram-blocks", "2", "--ssd-blocks", "8", "--admission", "second_touch", "--json")
     assert code == 0
     row = json.loads(out)
-    assert (row["policy"], row["admission"], row["unique_blocks"]) == ("gittins", "second_touch", 8)
+    assert (row["policy"], row["ssd_policy"]) == ("gittins", "lru"), "as the daemon without any settings"
+    assert (row["admission"], row["unique_blocks"]) == ("second_touch", 8)
     # The second prompt shares one block with the first, the third is the first.
     assert (row["hit_tokens"], row["ssd_writes"], row["ssd_write_ratio"]) == (512 + 512, 4, 0.5)
     code, out, _ = run(str(trace), "--ssd-blocks", "8", "--policy", "lru,arc", "--json")
     assert [(row["policy"], row["admission"]) for row in json.loads(out)] == [
         (policy, admission) for policy in ("lru", "arc") for admission in ("always", "second_touch", "learned")
     ]
+    code, out, _ = run(str(trace), "--ssd-blocks", "8", "--ssd-policy", "lru,arc", "--admission", "always", "--json")
+    assert [(row["policy"], row["ssd_policy"]) for row in json.loads(out)] == [("gittins", "lru"), ("gittins", "arc")]
     code, out, _ = run(str(trace), "--ssd-blocks", "8", "--admission", "always", "--admission", "learned", "--json")
     assert [row["admission"] for row in json.loads(out)] == ["always", "learned"]
     code, out, _ = run(str(trace), "--ssd-blocks", "8")

@@ -1,7 +1,5 @@
 """RAM and SSD together, by hand, and the figures on a trace that Mooncake published."""
 
-import pytest
-
 from policies import admission
 from policies.eviction.choice import make
 from policies.replay import Accesses, accesses_of
@@ -17,10 +15,16 @@ def trace(*requests: list[int]) -> Accesses:
     )
 
 
-def run(accesses: Accesses, ram: int, ssd: int, name: str, policy: str = "lru") -> Stacked:
+def run(accesses: Accesses, ram: int, ssd: int, name: str, policy: str = "lru", ssd_policy: str = "lru") -> Stacked:
     clock = TraceClock()
     return replay_stacked(
-        accesses, ram, ssd, lambda tier, _: make(policy, tier, tier.clock), admission.make(name, clock), clock
+        accesses,
+        ram,
+        ssd,
+        lambda tier, _: make(policy, tier, tier.clock),
+        lambda tier, _: make(ssd_policy, tier, tier.clock),
+        admission.make(name, clock),
+        clock,
     )
 
 
@@ -46,12 +50,28 @@ def test_without_an_ssd_it_is_ram_alone_and_without_ram_the_ssd_alone() -> None:
     assert (alone.hit_tokens, alone.ram_hit_tokens) == (40, 0)
 
 
-@pytest.mark.parametrize(("policy", "points"), [("lru", 1.0), ("gittins", 1.5)])
-def test_learned_admission_nearly_halves_the_writes_for_about_a_point_of_hits(policy: str, points: float) -> None:
-    """A point is the goal. On so short a trace chance moves the figure of gittins by half a point."""
+def test_each_tier_has_its_own_order() -> None:
+    asked = trace([1], [2], [1], [3], [1])
+    assert run(asked, 1, 2, "always", "fifo", "lru").hit_tokens == 20
+    # What came first goes first, though it was used again.
+    assert run(asked, 1, 2, "always", "lru", "fifo").hit_tokens == 10
+
+
+def test_learned_admission_nearly_halves_the_writes_and_hits_more_with_the_daemons_policies() -> None:
+    """What is not written makes room. It hits about as much as gittins on the SSD does that is given everything."""
     accesses = accesses_of(published_trace("synthetic_trace.jsonl"))
-    always = run(accesses, 1_000, 8_000, "always", policy)
-    learned = run(accesses, 1_000, 8_000, "learned", policy)
+    always = run(accesses, 1_000, 8_000, "always", "gittins")
+    learned = run(accesses, 1_000, 8_000, "learned", "gittins")
     assert 1.6 < always.ssd_writes / accesses.num_blocks < 1.8
     assert learned.ssd_writes <= accesses.num_blocks
-    assert learned.token_hit_ratio >= always.token_hit_ratio - points / 100
+    assert learned.token_hit_ratio >= always.token_hit_ratio
+    assert learned.token_hit_ratio >= run(accesses, 1_000, 8_000, "always", "gittins", "gittins").token_hit_ratio - 0.01
+
+
+def test_learned_admission_before_gittins_loses_little() -> None:
+    """Which run of blocks happens to be refused moves this by half a point."""
+    accesses = accesses_of(published_trace("synthetic_trace.jsonl"))
+    always = run(accesses, 1_000, 8_000, "always", "gittins", "gittins")
+    learned = run(accesses, 1_000, 8_000, "learned", "gittins", "gittins")
+    assert learned.ssd_writes <= accesses.num_blocks
+    assert learned.token_hit_ratio >= always.token_hit_ratio - 0.02
