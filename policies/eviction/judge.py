@@ -14,7 +14,9 @@ from policies.base import Names
 from policies.eviction.shadows import Shadow
 
 MAX_SHADOW: Final = 2_048
-_MIX: Final = 0x9E3779B97F4A7C15
+Places = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 _WORD: Final = (1 << 64) - 1
 _JUDGE_EVERY: Final = 32  # requests
 # What is older than some 64 judgements counts for little.
@@ -36,7 +38,9 @@ class Judge:
         self.best = 0
         self._shadows = shadows
         self._bits = 0  # one name in 2 ** _bits is sampled
+        self._sampled_below = np.uint64(_WORD)
         # Of the request that is under way.
+        self._used: list[tuple[int, int]] = []  # what the shadows were not told yet
         self._hits = [0] * len(shadows)
         self._num_used = 0
         # What each hit more than the best, the same squared by request, and the blocks asked for; they fade.
@@ -45,24 +49,25 @@ class Judge:
         self._asked = 0.0
         self._num_requests = 0
 
-    def saw(self, names: Names, lives: npt.NDArray[np.int64]) -> None:
-        """A request used blocks of these names, in prefix order, which began these lives (lives.py)."""
+    def sampled(self, names: Names) -> Places:
+        """Return which of these names, by their places among them, to tell about: the others make no difference."""
         while len(names) >> self._bits > MAX_SHADOW:
             self._halve()
-        if self._bits:
-            is_sampled = (names * np.uint64(_MIX)) >> np.uint64(64 - self._bits) == 0
-            names, lives = names[is_sampled], lives[is_sampled]
-        if not len(names):
-            return
+        if not self._bits:
+            return np.arange(len(names))
+        places: Places = (names * _MIX < self._sampled_below).nonzero()[0]
+        return places
+
+    def saw(self, names: Names, lives: Numbers) -> None:
+        """A request used blocks of these sampled names, in prefix order, which began these lives (lives.py)."""
         # From the tail on, so that the head is what was used last.
-        used = list(zip(names[::-1].tolist(), lives[::-1].tolist(), strict=True))
-        for at, shadow in enumerate(self._shadows):
-            use = shadow.use
-            self._hits[at] += sum([use(name, life) for name, life in used])
-        self._num_used += len(used)
+        self._used += zip(names[::-1].tolist(), lives[::-1].tolist(), strict=True)
+        if len(self._used) > MAX_SHADOW:
+            self._tell()
 
     def request_ends(self, capacity_blocks: int) -> None:
         """The tier has room for so many blocks; 0: that is not known yet."""
+        self._tell()
         while (capacity_blocks >> self._bits if capacity_blocks else len(self._shadows[0])) > MAX_SHADOW:
             self._halve()
         if capacity_blocks:
@@ -83,6 +88,14 @@ class Judge:
 
     # ------------------------------------------------------------ private
 
+    def _tell(self) -> None:
+        """All at once, since it costs less."""
+        for at, shadow in enumerate(self._shadows):
+            use = shadow.use
+            self._hits[at] += sum([use(name, life) for name, life in self._used])
+        self._num_used += len(self._used)
+        self._used.clear()
+
     def _judge(self) -> None:
         best = int(self._more.argmax())
         more = float(self._more[best])
@@ -99,5 +112,7 @@ class Judge:
 
     def _halve(self) -> None:
         self._bits += 1
+        below = 1 << 64 - self._bits
+        self._sampled_below = np.uint64(below)
         for shadow in self._shadows:
-            shadow.only(lambda name: (name * _MIX & _WORD) >> (64 - self._bits) == 0)
+            shadow.only(lambda name: name * int(_MIX) & _WORD < below)

@@ -15,6 +15,8 @@ OWN, TAIL, SHARED = range(NUM_PLACES)
 _NEWEST: Final = 0.5
 _SHORTEST_S: Final = 0.25
 _GAP_OCTAVES: Final = 1.5
+# The feature of a gap of a second of shared blocks.
+_SHARED_GAP_1S: Final = 4
 
 
 def smooth(gap_s: float, before_s: float) -> float:
@@ -32,5 +34,15 @@ def kind_of(num_new: int, gap_s: float | None, turn: int) -> int:
 
 def shared_kind(fan: int, gap_s: float) -> int:
     """Return the class of blocks that were continued in `fan` ways."""
-    gap = min(int(math.log2(max(gap_s, 0.125))) + 4, NUM_GAPS * NUM_TURNS - 1)
+    gap = min(int(math.log2(max(gap_s, 0.125))) + _SHARED_GAP_1S, NUM_GAPS * NUM_TURNS - 1)
     return SHARED * PLACE_KINDS + min(fan.bit_length(), NUM_NEWS - 1) * NUM_GAPS * NUM_TURNS + gap
+
+
+def new_of(kind: int) -> int:
+    """Return how many new blocks the request of this class of own blocks had, as a feature."""
+    return kind % PLACE_KINDS // (NUM_GAPS * NUM_TURNS)
+
+
+def shared_gap_of(gap: int) -> float:
+    """Return the middle of the gaps of shared blocks with this feature."""
+    return float(2.0 ** (gap - _SHARED_GAP_1S + 0.5))

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from policies.eviction.kinds import smooth
+from policies.eviction.runs import Runs
 
 MAX_TURN: Final = 1_000
+_MAX_ENDS: Final = 32_768
 
 
 class Ghost(NamedTuple):
@@ -40,3 +42,41 @@ class Request:
         if ghost.fan <= 1:
             self.gap_s = smooth(now_s - ghost.used_s, ghost.gap_s)
             self.turn = min(ghost.turn + 1, MAX_TURN)
+
+
+class Ends:
+    """Runs by the names of their last blocks, by which they are known when they return. Bounded: what was put first is
+    forgotten first."""
+
+    def __init__(self) -> None:
+        self._ghosts: dict[int, Ghost] = {}
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def put(self, name: int, runs: Runs, run: int) -> None:
+        self._ghosts.pop(name, None)
+        self._ghosts[name] = Ghost(
+            int(runs.life[run]),
+            float(runs.used_s[run]),
+            int(runs.turn[run]),
+            float(runs.gap_s[run]),
+            int(runs.fan[run]) if runs.is_shared[run] else 0,
+            int(runs.request[run]),
+        )
+        if len(self._ghosts) > _MAX_ENDS:
+            del self._ghosts[next(iter(self._ghosts))]
+
+    def get(self, name: int) -> Ghost | None:
+        return self._ghosts.get(name)
+
+    def among(self, names: list[int]) -> list[tuple[int, Ghost]]:
+        """Return those of these that are known, each with how many of the names there are up to it."""
+        ghosts = self._ghosts
+        return [(at + 1, ghosts[name]) for at, name in enumerate(names) if name in ghosts]
+
+    def forget_piece(self, request: Request) -> None:
+        """What a request has come to is remembered only while it has not gone on."""
+        ghost = self._ghosts.get(request.remembered)
+        if ghost is not None and ghost.fan <= 1 and ghost.request == request.number:
+            del self._ghosts[request.remembered]

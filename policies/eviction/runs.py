@@ -7,6 +7,7 @@ A run has one parent at most, which is whole: whoever continues it in the middle
 All its blocks share what is known of it, so the work is per run and not per block. Blocks leave a run from its end.
 """
 
+import itertools
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,10 @@ from policies.eviction.leafwise import grown
 from policies.eviction.leaves import Leaves
 
 NONE: Final = -1
+# Where what came with one request begins: at the root of its prefix, behind shared blocks, or behind a session's own.
+# The last: it was used since.
+AT_ROOT, BEHIND_SHARED, BEHIND_OWN, USED = range(4)
+NUM_BRANCHES: Final = 3
 _MIN_ROWS: Final = 1024
 
 Numbers = npt.NDArray[np.int32]
@@ -25,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Runs:
-    """4 bytes a block and 66 a run. Columns go by run; those of what a policy knows are for it to write.
+    """4 bytes a block and 71 a run. Columns go by run; those of what a policy knows are for it to write.
 
     `at` says in which run a block is, or NONE. `kids` counts runs that continue a run. What is not a run any more has
     `length` 0, and its number is given out again.
@@ -52,6 +57,9 @@ class Runs:
         # Whether it was ever continued in two ways, other than by a tail.
         self.is_shared: npt.NDArray[np.bool_] = np.zeros(_MIN_ROWS, dtype=np.bool_)
         self.fan: Smalls = np.zeros(_MIN_ROWS, dtype=np.int16)
+        # Of what one request brought: one of the above, and how many of its blocks are before this run, once cut.
+        self.branch: npt.NDArray[np.int8] = np.zeros(_MIN_ROWS, dtype=np.int8)
+        self.before: Numbers = np.zeros(_MIN_ROWS, dtype=np.int32)
         self.leaves = Leaves(_MIN_ROWS)
         self.num_blocks = 0
         self._free: list[int] = []
@@ -67,6 +75,15 @@ class Runs:
         except IndexError:
             known = blocks < len(self.at)
             known[known] = self.at[blocks[known]] != NONE
+        return known
+
+    def known_here(self, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """`known`, and have room for all of them from now on."""
+        try:
+            known: npt.NDArray[np.bool_] = self.at[blocks] != NONE
+        except IndexError:
+            self.grow(int(blocks.max()) + 1)
+            known = self.at[blocks] != NONE
         return known
 
     def parent(self, run: int) -> int:
@@ -112,6 +129,7 @@ class Runs:
         for column in self._columns():
             column[rest] = column[run]
         self.length[run] -= len(below)
+        self.before[rest] += self.length[run]
         self.last[run] = block
         if not self.kids[run]:
             self.leaves.discard(run)
@@ -159,13 +177,15 @@ class Runs:
             if not is_tail:
                 self.fan[above] += self.fan[above] < 32_000
                 if self.fan[above] > 1:
-                    self._share(above)
+                    self.share(above)
         run = self._new(first, int(blocks[-1]), len(blocks))
         self.kids[run] = 0
         self.is_tail[run] = is_tail
         self.is_shared[run] = False
         self.fan[run] = 0
         self.priority[run] = 0
+        self.branch[run] = USED
+        self.before[run] = 0
         self.at[blocks] = run
         self.leaves.add(run)
         self.num_blocks += len(blocks)
@@ -204,14 +224,14 @@ class Runs:
             if not self.kids[over]:
                 self.leaves.add(over)
 
-    def remove_many(self, blocks: Ids) -> None:
-        """`remove` for each of these known blocks; fast where they come from the end of a run on."""
+    def starts(self, blocks: Ids) -> list[int]:
+        """Return at which places among these known blocks those of another run than before begin; 0 is one."""
         at = self.at[blocks]
-        ends = [*((at[1:] != at[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]
-        start = 0
-        for end in ends:
-            if start == end:
-                continue
+        return [0, *((at[1:] != at[:-1]).nonzero()[0] + 1).tolist()] if len(blocks) else []
+
+    def remove_many(self, blocks: Ids, starts: list[int]) -> None:
+        """`remove` for each of these known blocks; fast where they come from the end of a run on."""
+        for start, end in itertools.pairwise([*starts, len(blocks)]):
             run = int(self.at[blocks[start]])
             count = end - start
             if self.kids[run] or int(self.last[run]) != blocks[start] or count > self.length[run]:
@@ -232,7 +252,6 @@ class Runs:
                         self.kids[over] -= 1
                         if not self.kids[over]:
                             self.leaves.add(over)
-            start = end
 
     def by_last_use(self) -> tuple[list[int], list[int]]:
         """Return all blocks, what was used last first, and those among them that were used again."""
@@ -253,13 +272,23 @@ class Runs:
             self.at = grown(self.at, max(rows, 2 * old))
             self.at[old:] = NONE
 
-    # ------------------------------------------------------------ private
-
-    def _share(self, run: int) -> None:
-        """With all that is before it."""
+    def share(self, run: int) -> None:
+        """Let it be known as shared, with all that is before it."""
         while run != NONE and not self.is_shared[run]:
             self.is_shared[run] = True
             run = self.parent(run)
+
+    def depths(self, blocks: Ids, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return of those at these places among known blocks, in prefix order, how many came with each, up to and with
+        it. The blocks include the last one of each run that they are of."""
+        ends = np.array([*self.starts(blocks)[1:], len(blocks)])
+        at = self.at[blocks[places]]
+        depths: npt.NDArray[np.int64] = (
+            self.before[at] + self.length[at] + places + 1 - ends[ends.searchsorted(places, side="right")]
+        )
+        return depths
+
+    # ------------------------------------------------------------ private
 
     def _columns(self) -> tuple[npt.NDArray[Any], ...]:
         """What a part of a run has from the whole."""
@@ -275,6 +304,8 @@ class Runs:
             self.priority,
             self.life,
             self.request,
+            self.branch,
+            self.before,
         )
 
     def _new(self, first: int, last: int, length: int) -> int:
@@ -304,4 +335,5 @@ class Runs:
         self.fan, self.life = grown(self.fan, rows), grown(self.life, rows)
         self.gap_s = grown(self.gap_s, rows)
         self.request = grown(self.request, rows)
+        self.branch, self.before = grown(self.branch, rows), grown(self.before, rows)
         self.leaves.grow(rows)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from policies.base import EvictionPolicy, Hint
@@ -32,6 +32,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(history=histories())
+@example(history=[("insert", 1, 0), ("hint", 0, 0), ("insert", 3, 5), ("access", 14, 1045)])  # out of order
 def test_victims_are_all_or_nothing_and_leaves_first_whatever_came_before(
     name: str, history: list[tuple[str, int, int]]
 ) -> None:

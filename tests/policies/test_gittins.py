@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.eviction import gittins, kinds
+from policies.eviction import gittins, kinds, request
 from policies.eviction.choice import make
 from policies.eviction.gittins import Gittins
-from policies.eviction.runs import Runs
+from policies.eviction.runs import BEHIND_SHARED, Runs
 from policies.replay import Accesses, accesses_of, replay
 from policies.trace import Trace, TraceRequest, read_trace
 from tests.support.trees import BLOCK_BYTES, Tree
@@ -93,7 +93,7 @@ def test_a_session_that_returns_again_and_again_leaves_no_life_without_an_end() 
         blocks += new
     policy = tree.policy
     assert isinstance(policy, Gittins)
-    lives = policy._lives
+    lives = policy._worth._lives
     still_alive = (lives.lasted_s[: lives.end] == float("inf")).sum()
     assert still_alive <= len({int(run) for run in policy._runs.at[blocks]})
 
@@ -170,6 +170,49 @@ def test_what_many_continue_is_known_as_that_also_after_it_left() -> None:
     assert runs.kind[runs.at[1]] // kinds.PLACE_KINDS == kinds.SHARED
 
 
+def test_a_prefix_that_two_share_is_known_as_that_though_the_first_left_before_the_second_came() -> None:
+    tree = gittins_tree()
+    tree.insert([1, 2, 3, 4, 5])
+    tree.evict(5)
+    tree.now_s = 32.0
+    tree.insert([1, 2, 6, 7])
+    runs = runs_of(tree)
+    assert runs.is_shared[runs.at[[1, 2, 6]]].tolist() == [True, True, False]
+    assert runs.kind[runs.at[2]] == kinds.shared_kind(2, 32.0)
+    assert runs.branch[runs.at[6]] == BEHIND_SHARED
+    new = runs.kind[runs.at[6]] // (kinds.NUM_GAPS * kinds.NUM_TURNS)
+    assert new == kinds.kind_of(2, None, 1) // (kinds.NUM_GAPS * kinds.NUM_TURNS), "two blocks were new"
+
+
+def test_a_prompt_whose_last_block_was_full_is_no_prefix_that_others_share() -> None:
+    """The next turn has the whole prompt before it. Taken for shared, sessions of a published trace lost 0.8 points."""
+    tree = gittins_tree()
+    tree.insert([1, 2, 3])
+    tree.evict(3)
+    tree.now_s = 40.0
+    tree.insert([1, 2, 3, 4, 5])
+    runs = runs_of(tree)
+    assert not runs.is_shared[runs.at[[1, 2, 3, 4]]].any()
+    assert runs.turn[runs.at[4]] == 2
+
+
+def test_of_a_template_and_a_question_the_question_goes_first() -> None:
+    tree = gittins_tree()
+    for first in range(100, 900, 20):
+        # Two questions behind each template.
+        template = list(range(first, first + 3))
+        tree.insert([*template, *range(first + 3, first + 8)])
+        tree.now_s += 10.0
+        tree.policy.on_access(template)
+        tree.insert(range(first + 10, first + 13), template[-1])
+        tree.now_s += 10.0
+    tree.evict(len(tree.held))
+    tree.insert([1, 2, 3, 4, 5, 6, 7, 8])
+    tree.now_s += 1.0
+    tree.insert([11, 12, 13, 14, 15, 16, 17, 18])
+    assert set(tree.evict(10)) == {4, 5, 6, 7, 8, 14, 15, 16, 17, 18}
+
+
 def test_where_too_many_sampled_leaves_must_stay_more_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gittins, "_SAMPLE", 4)
     tree = gittins_tree()
@@ -181,14 +224,14 @@ def test_where_too_many_sampled_leaves_must_stay_more_are_drawn(monkeypatch: pyt
 
 
 def test_the_memory_of_what_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gittins, "_MAX_SEEN", 40)
+    monkeypatch.setattr(request, "_MAX_ENDS", 40)
     tree = gittins_tree()
     for number in range(100):
         tree.insert([2 * number, 2 * number + 1])
         tree.evict(2)
     policy = tree.policy
     assert isinstance(policy, Gittins)
-    assert len(policy._seen) == 40
+    assert len(policy._ends) == 40
 
 
 def test_told_who_returns_it_keeps_those() -> None:

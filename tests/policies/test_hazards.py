@@ -77,9 +77,25 @@ def test_a_class_that_was_hardly_seen_leans_on_those_like_it() -> None:
 
 
 def test_what_the_client_says_counts_before_anything_was_learned() -> None:
-    told = Hazards((2,), (1.0, 4.0))
+    told = Hazards((2,), np.multiply.outer((1.0, 4.0), np.full(hazards.NUM_BINS, 0.03)))
     for age_s in (0.0, 10.0, 1_000.0):
         assert index(told, 1, age_s) > 2 * index(told, 0, age_s)
+
+
+def test_what_was_thought_of_a_class_holds_beside_others_until_it_is_seen_itself() -> None:
+    """The second of two classes was thought to be used ten times as often. That the first is used more than was
+    thought lets the second rise with it."""
+    thought = np.multiply.outer((0.01, 0.1), np.ones(hazards.NUM_BINS))
+    learned, lives = Hazards((2,), thought), Lives()
+    for number in range(400):
+        learned.saw(0)
+        ended = lives.finish(lives.begin(0, 10.0 * number), 10.0 * number + 5.0)
+        assert ended is not None
+        learned.end(*ended)
+    learned.saw(1)
+    learned.learn(lives, 5_000.0)
+    assert index(learned, 1, 4.0) > index(learned, 0, 4.0)
+    assert index(learned, 1, 4.0) > index(Hazards((2,), thought), 1, 4.0)
 
 
 def test_counts_are_halved_so_that_a_new_load_is_learned() -> None:

@@ -9,7 +9,9 @@ from policies.eviction.shadows import IndexShadow, LruShadow, S3FifoShadow, Shad
 
 
 def use(judge: Judge, names: list[int], capacity_blocks: int) -> None:
-    judge.saw(np.array(names, dtype=np.uint64), np.arange(len(names), dtype=np.int64))
+    asked = np.array(names, dtype=np.uint64)
+    places = judge.sampled(asked)
+    judge.saw(asked[places], places)
     judge.request_ends(capacity_blocks)
 
 

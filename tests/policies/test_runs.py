@@ -57,6 +57,13 @@ def test_who_uses_the_beginning_of_a_run_cuts_it() -> None:
     assert leaves(runs) == {3}
 
 
+def test_what_is_cut_is_as_deep_as_before() -> None:
+    runs = held((-1, 1, 2, 3, 4, 5), (5, 6, 7))
+    runs.path(ids(1, 2))
+    assert runs.depths(ids(1, 2, 3, 4, 5, 6, 7), np.arange(7)).tolist() == [1, 2, 3, 4, 5, 1, 2]
+    assert runs.depths(ids(3, 4, 5, 7), np.array([1, 3])).tolist() == [4, 2]
+
+
 def test_what_only_one_continues_can_be_joined() -> None:
     runs = held((-1, 1, 2), (2, 3, 4), (4, 5))
     path, ends = runs.path(ids(1, 2, 3, 4))
@@ -72,7 +79,7 @@ def test_a_run_whose_last_continuation_left_is_a_leaf() -> None:
     runs = held((-1, 1, 2), (2, 3), (2, 4))
     runs.remove(3)
     assert leaves(runs) == {4}
-    runs.remove_many(ids(4, 2))
+    runs.remove_many(ids(4, 2), runs.starts(ids(4, 2)))
     assert drawn(runs) == {(1,)}
     assert leaves(runs) == {1}
     assert runs.num_blocks == 1
@@ -118,7 +125,7 @@ def test_every_block_is_in_one_run_and_leaves_have_no_children(at_once: bool, se
                     gone.append(choice.choice(ends_of))
                     tree.held.discard(gone[-1])
             if at_once:
-                runs.remove_many(ids(*gone))
+                runs.remove_many(ids(*gone), runs.starts(ids(*gone)))
             else:
                 for block in gone:
                     runs.remove(block)

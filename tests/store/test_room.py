@@ -125,6 +125,6 @@ def test_a_prompt_that_an_engine_stores_in_pieces_is_one_request(make_rig: MakeR
     policy = rig.store._room.policies[TierKind.RAM]
     assert isinstance(policy, Best)
     own = policy._own
-    assert own._lives.end == 4, "of each prompt one for its last block and one for all before it"
+    assert own._worth._lives.end == 4, "of each prompt one for its last block and one for all before it"
     assert set(own._runs.turn[own._runs.at[own._runs.at >= 0]].tolist()) == {1}
     rig.check()
