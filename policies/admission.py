@@ -127,7 +127,7 @@ _FORGETS: Final = 0.98
 _HALVE_AT: Final = 60_000.0
 # Reads that may be lost, of all blocks that were asked for, as predicted. Most come back: what is refused leaves its
 # room to others, and is written when it is seen again.
-MAX_LOSS: Final = 0.0425
+MAX_LOSS: Final = 0.05
 
 
 class Learned:

@@ -23,11 +23,11 @@ import numpy as np
 
 from policies.base import EvictableView, Hint, Ids, Names
 from policies.eviction.expected import Expected, Told
-from policies.eviction.kinds import HINT_KINDS, PLACE_KINDS, TAIL, kind_of, shared_kind, smooth
+from policies.eviction.kinds import HINT_KINDS, PLACE_KINDS, SHORTEST_S, TAIL, kind_of, shared_kind, smooth
 from policies.eviction.leafwise import own_tail
 from policies.eviction.lives import Floats
 from policies.eviction.open import Open
-from policies.eviction.past import Past
+from policies.eviction.past import FORGOTTEN, Past
 from policies.eviction.request import MAX_TURN, Ends, Request
 from policies.eviction.runs import AT_ROOT, BEHIND_OWN, BEHIND_SHARED, NONE, USED, Runs
 from policies.eviction.search import search
@@ -40,7 +40,6 @@ _LEARN_FIRST = 16, 32, 64, 96
 _LEARN_EVERY = 128
 # Later it takes more of them to tell anything new.
 _LEARN_LATER, _LATER = 512, 4_096
-_SHORTEST_GAP_S = 0.25
 
 
 class Gittins:
@@ -119,14 +118,13 @@ class Gittins:
             # Others are remembered by where their requests end.
             if runs.is_shared[run]:
                 self._ends.put(self._view.name(block), runs, run)
-        # From the end of a run on they leave.
-        depths = runs.before[at[starts]] + runs.length[at[starts]] + starts
-        depths = depths.repeat(np.diff([*starts, len(ids)])) - np.arange(len(ids))
-        # The last block of a prompt comes again within another one only where that is the prompt's next turn.
-        is_body = ~runs.is_tail[at]
-        leaving, at = ids[is_body], at[is_body]
-        if len(leaving):
-            self._past.put(self._view.names_of(leaving), self._worth.number(at, depths[is_body]))
+        # From the end of a run on they leave, but for those that are lost. The last block of a prompt comes again
+        # within another one only where that is the prompt's next turn.
+        first = at[starts]
+        counts = np.diff([*starts, len(ids)])
+        depths = (runs.before[first] + runs.length[first] + starts).repeat(counts) - np.arange(len(ids))
+        is_told = ((runs.last[first] == ids[starts]) & ~runs.is_tail[first]).repeat(counts)
+        self._past.put(self._view.names_of(ids), np.where(is_told, self._worth.number(at, depths), FORGOTTEN))
         runs.remove_many(ids, starts)
 
     def victims(self, bytes_needed: int) -> list[int]:
@@ -209,10 +207,13 @@ class Gittins:
         above = self._own(request, self._view.parent(int(ids[0])))
         kind = self._change(request, above)
         begun = self._begun(request, self._view.parent(int(ids[0])))
+        ended, request.ended = request.ended, None
         for run in path:
             self._worth.finish(int(runs.life[run]), now_s)
             if runs.branch[run] != USED:
-                self._worth.go_through(run, goes_on=run == path[0] and begun != NONE, ends=run == last and is_cut)
+                if run == path[0] and begun != NONE and ended is not None:
+                    self._worth.go_on(ended)
+                request.ended = self._worth.go_through(run, ends=run == last and is_cut)
             own = kind
             if runs.is_shared[run]:
                 runs.gap_s[run] = shared_gap_s = smooth(now_s - float(runs.used_s[run]), float(runs.gap_s[run]))
@@ -297,10 +298,7 @@ class Gittins:
             else:
                 body = runs.add(ids[start:end], is_tail=False)
                 if start >= max(stop, here):
-                    over = runs.parent(body)
-                    runs.branch[body] = (
-                        AT_ROOT if over == NONE else BEHIND_SHARED if runs.is_shared[over] else BEHIND_OWN
-                    )
+                    self._place(body, request)
                 self._begin(body, kind, now_s, request)
                 runs.gap_s[body] = request.gap_s or 0.0
             request.body = int(runs.life[body])
@@ -311,6 +309,7 @@ class Gittins:
             self._ends.put(request.remembered, runs, above[0])
         if start <= end < len(ids):
             tail = runs.add(ids[end:], is_tail=True)
+            request.is_tail_new = end >= max(stop, here)
             self._begin(tail, kind + TAIL * PLACE_KINDS, now_s, request)
             runs.gap_s[tail] = request.gap_s or 0.0
         self._open.put(names[-1], request, now_s)
@@ -321,13 +320,24 @@ class Gittins:
             if self._num_requests % every == 0 or self._num_requests in _LEARN_FIRST:
                 self._worth.learn(now_s)
 
+    def _place(self, run: int, request: Request) -> None:
+        """Say of a run that came new where what came with its request begins, and how far behind that it is."""
+        runs = self._runs
+        over = runs.parent(run)
+        if over != NONE and runs.request[over] == request.number and runs.branch[over] != USED:
+            runs.branch[run], runs.before[run] = runs.branch[over], runs.before[over] + runs.length[over]
+        else:
+            runs.branch[run] = AT_ROOT if over == NONE else BEHIND_SHARED if runs.is_shared[over] else BEHIND_OWN
+
     def _was_here(self, names: Names, stop: int, now_s: float) -> tuple[int, float]:
         """Return how many of these were here before, at least up to `stop` as a whole, and how long ago the last of
         them was used; 0.0 where that is forgotten. They have been used again by that."""
         count, gap_s = 0, 0.0
-        for number, end in self._past.parts(names):
-            ago_s = self._worth.come_back(number, end - count, ends=stop < end < len(names), now_s=now_s)
-            gap_s = 0.0 if ago_s is None else max(ago_s, _SHORTEST_GAP_S)
+        parts = self._past.parts(names, self._ends.oldest_life)
+        for number, end in parts:
+            ends = stop < end < len(names) and end == parts[-1][1]
+            ago_s = self._worth.come_back(number, end - count, ends=ends, now_s=now_s)
+            gap_s = 0.0 if ago_s is None else max(ago_s, SHORTEST_S)
             count = end
         return count, gap_s
 
@@ -359,7 +369,7 @@ class Gittins:
         """Take into account from the beginning what was told to come."""
         request.to_come, names = told.num_blocks, told.names
         request.end = int(names[-2]) if len(names) > 1 else -1
-        parts = self._past.parts(names) if len(names) == request.to_come else []
+        parts = self._past.parts(names, self._ends.oldest_life) if len(names) == request.to_come else []
         request.num_new = request.to_come - (parts[-1][1] if parts else 0)
         for at, later in enumerate(reversed(names.tolist())):
             ghost = self._ends.get(later)
@@ -401,6 +411,8 @@ class Gittins:
         if len(above) == 1 or runs.life[above[1]] != request.body:
             if request.body < 0:
                 request.body = int(runs.life[tail])
+                if request.is_tail_new:
+                    self._place(tail, request)
             return above
         into = above[1]
         life = int(runs.life[tail])

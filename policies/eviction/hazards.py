@@ -25,6 +25,7 @@ EDGES_S: Final = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(NUM_BINS - 1) / 
 WIDTHS_S: Final = np.diff(np.append(EDGES_S, EDGES_S[-1] * 1.5))
 # Counts are halved when so many lives have been counted, so that what is learned follows the load.
 _HALVE_AT: Final = 1 << 18
+_LEAST: Final = 1e-6
 # So many lives of a coarser class count as evidence for a finer one: for how much more often it is used at all ages
 # together, and for each age. With fewer, a short trace of chats that are all alike (2,400 requests) loses 0.5 points
 # to noise; with more, classes that differ are told apart too late.
@@ -87,8 +88,10 @@ class Hazards:
         """Bring the index up to date: some milliseconds."""
         self._count(lives, now_s)
         if self._alive[:, 0].sum() > _HALVE_AT:
-            self._alive /= 2
-            self._ended /= 2
+            for counts in self._alive, self._ended:
+                counts /= 2
+                # In years of halving they would become so small that nothing can be divided by them.
+                counts[counts < _LEAST] = 0
         self._learn()
 
     # ------------------------------------------------------------ private

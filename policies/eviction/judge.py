@@ -58,10 +58,11 @@ class Judge:
         places: Places = (names * _MIX < self._sampled_below).nonzero()[0]
         return places
 
-    def saw(self, names: Names, lives: Numbers) -> None:
-        """A request used blocks of these sampled names, in prefix order, which began these lives (lives.py)."""
+    def saw(self, names: Names, numbers: Numbers) -> None:
+        """A request used blocks of these sampled names, in prefix order, each of which is now so in one number
+        (worth.py)."""
         # From the tail on, so that the head is what was used last.
-        self._used += zip(names[::-1].tolist(), lives[::-1].tolist(), strict=True)
+        self._used += zip(names[::-1].tolist(), numbers[::-1].tolist(), strict=True)
         if len(self._used) > MAX_SHADOW:
             self._tell()
 
@@ -92,7 +93,7 @@ class Judge:
         """All at once, since it costs less."""
         for at, shadow in enumerate(self._shadows):
             use = shadow.use
-            self._hits[at] += sum([use(name, life) for name, life in self._used])
+            self._hits[at] += sum([use(name, number) for name, number in self._used])
         self._num_used += len(self._used)
         self._used.clear()
 
@@ -111,6 +112,7 @@ class Judge:
         self._asked *= _FADE
 
     def _halve(self) -> None:
+        self._tell()
         self._bits += 1
         below = 1 << 64 - self._bits
         self._sampled_below = np.uint64(below)

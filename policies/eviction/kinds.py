@@ -13,7 +13,7 @@ PLACE_KINDS: Final = NUM_NEWS * NUM_GAPS * NUM_TURNS
 HINT_KINDS: Final = NUM_PLACES * PLACE_KINDS
 OWN, TAIL, SHARED = range(NUM_PLACES)
 _NEWEST: Final = 0.5
-_SHORTEST_S: Final = 0.25
+SHORTEST_S: Final = 0.25
 _GAP_OCTAVES: Final = 1.5
 # The feature of a gap of a second of shared blocks.
 _SHARED_GAP_1S: Final = 4
@@ -21,7 +21,7 @@ _SHARED_GAP_1S: Final = 4
 
 def smooth(gap_s: float, before_s: float) -> float:
     """Return a gap as it counts after one before it, which is 0 where there was none."""
-    gap_s = max(gap_s, _SHORTEST_S)
+    gap_s = max(gap_s, SHORTEST_S)
     return gap_s**_NEWEST * before_s ** (1 - _NEWEST) if before_s else gap_s
 
 
@@ -34,7 +34,7 @@ def kind_of(num_new: int, gap_s: float | None, turn: int) -> int:
 
 def shared_kind(fan: int, gap_s: float) -> int:
     """Return the class of blocks that were continued in `fan` ways."""
-    gap = min(int(math.log2(max(gap_s, 0.125))) + _SHARED_GAP_1S, NUM_GAPS * NUM_TURNS - 1)
+    gap = min(math.floor(math.log2(max(gap_s, 0.125))) + _SHARED_GAP_1S, NUM_GAPS * NUM_TURNS - 1)
     return SHARED * PLACE_KINDS + min(fan.bit_length(), NUM_NEWS - 1) * NUM_GAPS * NUM_TURNS + gap
 
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from policies.base import Names
 from policies.eviction.worth import LIFE_BITS, Numbers
 
+# In place of a number, where nothing is to be known of a block.
+FORGOTTEN: Final = -1
 _NUM_PLACES: Final = 1 << 18
 _MIX: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
@@ -33,16 +35,18 @@ class Past:
         rows[:, 1] = numbers + 1
         self._rows[self._places(rows[:, 0])] = rows
 
-    def parts(self, names: Names) -> list[tuple[int, int]]:
-        """Return what these were, in their order, up to the first that is not known: of those that were in one life the
-        first one's number, and at which of the names the last is, and one more."""
+    def parts(self, names: Names, oldest_life: int = 0) -> list[tuple[int, int]]:
+        """Return what these were, in their order, up to the first that is not known or was in an older life: of those
+        that were in one life the first one's number, and at which of the names the last is, and one more."""
         mixed = int(names[0]) * _MIX & _WORD
-        if int(self._rows[mixed >> 32 & self._last_place, 0]) != mixed or not mixed:
+        if int(self._rows[mixed >> 32 & self._last_place, 0]) != mixed:
             return []  # most are new, and this is quicker
         tags = names * np.uint64(_MIX)
         rows = self._rows[self._places(tags)]
-        is_known = rows[:, 0] == tags
+        is_known = (rows[:, 0] == tags) & (rows[:, 1] > np.uint64(oldest_life << LIFE_BITS))
         count = len(names) if np.count_nonzero(is_known) == len(names) else int(is_known.argmin())
+        if not count:
+            return []
         numbers = rows[:count, 1] - np.uint64(1)
         lives = numbers >> np.uint64(LIFE_BITS)
         starts = [0, *((lives[1:] != lives[:-1]).nonzero()[0] + 1).tolist()]

@@ -18,7 +18,7 @@ from policies.eviction.lives import Floats
 _HINT_FACTORS: Final = 1.0, 0.01, 4.0
 _TAIL_FACTOR: Final = 0.3
 # Behind so many gaps it is half as likely.
-_OLD_GAPS: Final = 16.0
+_OLD_GAPS: Final = 8.0
 
 
 def before_seen() -> Floats:

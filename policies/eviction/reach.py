@@ -30,6 +30,9 @@ _LEAST: Final = 0.01
 # Counts are halved when so many steps were counted, so that what is learned follows the load.
 _HALVE_AT: Final = 1 << 20
 
+# Where a use ended: the branch, the feature of its request's new blocks, the depth.
+Ended = tuple[int, int, int]
+
 
 class Reach:
     """By how what was used began (runs.py) and how many new blocks its request had. 0.4 MB."""
@@ -42,17 +45,22 @@ class Reach:
         # They fall with the depth. The last row is of what was used since.
         self._shares: Floats = np.ones((NUM_BRANCHES + 1, NUM_NEWS, MAX_DEPTH + 1))
 
-    def used(self, branch: int, kind: int, before: int, count: int, *, ends: bool) -> None:
-        """Of what came together `count` blocks were used, behind the first `before`. `ends`: and not the next one."""
+    def used(self, branch: int, kind: int, before: int, count: int, *, ends: bool) -> Ended | None:
+        """Of what came together `count` blocks were used, behind the first `before`. `ends`: and not the next one;
+        then return what was noted."""
         new = new_of(kind)
         first, last = min(max(before, 1), MAX_DEPTH), min(before + count, MAX_DEPTH)
         self._more[branch, new, first] += 1
         self._more[branch, new, last + ends] -= 1
         self._ends[branch, new, last] += ends
+        return (branch, new, last) if ends else None
 
-    def goes_on(self, branch: int, kind: int, before: int) -> None:
-        """The use that ended behind the first `before` blocks did not: it comes in pieces."""
-        self._ends[branch, new_of(kind), min(before, MAX_DEPTH)] -= 1
+    def goes_on(self, ended: Ended) -> None:
+        """The use that ended here did not: it comes in pieces. What it goes on with tells of the step from here."""
+        branch, new, last = ended
+        self._more[branch, new, last] -= 1
+        self._more[branch, new, last + 1] += 1
+        self._ends[branch, new, last] -= 1
 
     def shares(self, branches: npt.NDArray[np.int8], kinds: Kinds, depths: Ids) -> Floats:
         """Return for each run or block which share of the uses comes to this depth."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from policies.eviction.kinds import smooth
+from policies.eviction.reach import Ended
 from policies.eviction.runs import Runs
 
 MAX_TURN: Final = 1_000
@@ -35,6 +36,8 @@ class Request:
     is_counted: bool = False  # whether it has inserted anything
     body: int = -1  # the life of what was inserted, but for the tail
     remembered: int = -1  # the name that its last piece is remembered by
+    is_tail_new: bool = False  # whether its last block was never seen before
+    ended: Ended | None = None  # what was told of its last piece: that a use had ended there
 
     def follows(self, ghost: Ghost, now_s: float) -> None:
         """It is the next of these that its blocks tell of."""
@@ -66,6 +69,11 @@ class Ends:
         )
         if len(self._ghosts) > _MAX_ENDS:
             del self._ghosts[next(iter(self._ghosts))]
+
+    @property
+    def oldest_life(self) -> int:
+        """Of lives before this one the ends may be forgotten."""
+        return next(iter(self._ghosts.values())).life if len(self._ghosts) == _MAX_ENDS else 0
 
     def get(self, name: int) -> Ghost | None:
         return self._ghosts.get(name)

@@ -19,7 +19,7 @@ from policies.eviction.leaves import Leaves
 
 NONE: Final = -1
 # Where what came with one request begins: at the root of its prefix, behind shared blocks, or behind a session's own.
-# The last: it was used since.
+# The last: it was used since, or is not told apart by its depth.
 AT_ROOT, BEHIND_SHARED, BEHIND_OWN, USED = range(4)
 NUM_BRANCHES: Final = 3
 _MIN_ROWS: Final = 1024

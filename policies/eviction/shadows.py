@@ -16,8 +16,8 @@ _MAX_USES: Final = 3
 class Shadow(Protocol):
     """Of a prefix each block counts by itself: what an order keeps is closed under prefixes, near enough."""
 
-    def use(self, name: int, life: int) -> bool:
-        """A block is used, in a life of lives.py that begins with it: return whether it was there, and put it in."""
+    def use(self, name: int, number: int) -> bool:
+        """A block is used, and is so in one number (worth.py): return whether it was there, and put it in."""
         ...
 
     def keep(self, count: int) -> None:
@@ -40,7 +40,7 @@ class LruShadow:
     def __len__(self) -> int:
         return len(self._names)
 
-    def use(self, name: int, life: int) -> bool:
+    def use(self, name: int, number: int) -> bool:
         if name in self._names:
             self._names.move_to_end(name)
             return True
@@ -68,7 +68,7 @@ class S3FifoShadow:
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
-    def use(self, name: int, life: int) -> bool:
+    def use(self, name: int, number: int) -> bool:
         for queue in (self._main, self._small):
             uses = queue.get(name)
             if uses is not None:
@@ -106,7 +106,7 @@ class S3FifoShadow:
 
 
 class IndexShadow:
-    """By an index of lives: of some drawn at random those with the lowest go first."""
+    """By what blocks are worth: of some drawn at random those with the lowest go first."""
 
     _SAMPLE: Final = 512
     # So many go at once, but no more than this part of all: looking for one costs nearly as much as for so many.
@@ -118,19 +118,19 @@ class IndexShadow:
         self._random = random
         self._places: dict[int, int] = {}
         self._names: list[int] = []
-        self._lives: list[int] = []
+        self._numbers: list[int] = []
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def use(self, name: int, life: int) -> bool:
+    def use(self, name: int, number: int) -> bool:
         place = self._places.get(name)
         if place is not None:
-            self._lives[place] = life
+            self._numbers[place] = number
             return True
         self._places[name] = len(self._names)
         self._names.append(name)
-        self._lives.append(life)
+        self._numbers.append(number)
         return False
 
     def keep(self, count: int) -> None:
@@ -138,7 +138,7 @@ class IndexShadow:
         while len(self._names) > count + at_once // 2:
             # Some twice; the places of those that stay change as others go.
             drawn = self._random.integers(0, len(self._names), self._SAMPLE).tolist()
-            order = np.argsort(self._worth([self._lives[place] for place in drawn]), kind="stable")
+            order = np.argsort(self._worth([self._numbers[place] for place in drawn]), kind="stable")
             chosen = dict.fromkeys([self._names[drawn[at]] for at in order[: 2 * at_once].tolist()])
             for name in itertools.islice(chosen, at_once):
                 self._forget(name)
@@ -150,7 +150,7 @@ class IndexShadow:
     def _forget(self, name: int) -> None:
         """The last one takes its place."""
         place = self._places.pop(name)
-        last, life = self._names.pop(), self._lives.pop()
+        last, number = self._names.pop(), self._numbers.pop()
         if place < len(self._names):
-            self._names[place], self._lives[place] = last, life
+            self._names[place], self._numbers[place] = last, number
             self._places[last] = place

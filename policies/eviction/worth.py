@@ -12,7 +12,7 @@ from policies.eviction.hazards import Hazards
 from policies.eviction.kinds import SHAPE
 from policies.eviction.lives import MAX_LIVES, Floats, Lives
 from policies.eviction.priors import before_seen
-from policies.eviction.reach import MAX_DEPTH, Reach
+from policies.eviction.reach import MAX_DEPTH, Ended, Reach
 from policies.eviction.runs import USED, Runs
 
 # A priority is worth so many times the index.
@@ -28,7 +28,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Worth:
-    """Learns from what is told of the runs' uses; writes their columns `kind`, `used_s`, `life` and `branch`."""
+    """Learns from what is told of the runs' uses, and notes in their columns when and as what they were used."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -68,15 +68,17 @@ class Worth:
         self._has_priorities |= priority != 0
         self._runs.priority[runs] = priority
 
-    def go_through(self, run: int, *, goes_on: bool, ends: bool) -> None:
-        """What was not used since it came is used for the first time; `ends`: and what was behind it is not. `goes_on`:
-        by a request of which a piece had ended before it."""
+    def go_through(self, run: int, *, ends: bool) -> Ended | None:
+        """What was not used since it came is used for the first time; `ends`: and what was behind it is not, of which
+        the note is returned."""
         runs = self._runs
         branch, kind, before = int(runs.branch[run]), int(runs.kind[run]), int(runs.before[run])
-        if goes_on and before:
-            self._reach.goes_on(branch, kind, before)
-        self._reach.used(branch, kind, before, int(runs.length[run]), ends=ends)
         runs.branch[run] = USED
+        return self._reach.used(branch, kind, before, int(runs.length[run]), ends=ends)
+
+    def go_on(self, ended: Ended) -> None:
+        """The use of which this is the note went on after all: it comes in pieces."""
+        self._reach.goes_on(ended)
 
     def come_back(self, number: int, count: int, *, ends: bool, now_s: float) -> float | None:
         """So many blocks that had left are used again, the first of which is so in one number; return how long ago they
@@ -138,7 +140,7 @@ class Worth:
         return self._runs.life[runs] << LIFE_BITS | branches << _DEPTH_BITS | np.minimum(depths, MAX_DEPTH)
 
     def of(self, numbers: Sequence[int], now_s: float) -> Floats:
-        """Return the index of each such block; -1 where it was used too long ago to be remembered."""
+        """Return the index of each such block; below 0 where it was used too long ago to be remembered."""
         which = np.array(numbers)
         lives, branches, depths = which >> LIFE_BITS, which >> _DEPTH_BITS & USED, which & MAX_DEPTH
         values = self._hazards.worth(self._lives, lives, now_s)

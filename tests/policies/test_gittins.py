@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from policies.base import Hint
 from policies.eviction import gittins, kinds, request
 from policies.eviction.choice import make
 from policies.eviction.gittins import Gittins
-from policies.eviction.runs import BEHIND_SHARED, Runs
+from policies.eviction.runs import AT_ROOT, BEHIND_SHARED, Runs
 from policies.replay import Accesses, accesses_of, replay
 from policies.trace import Trace, TraceRequest, read_trace
 from tests.support.trees import BLOCK_BYTES, Tree
@@ -211,6 +212,74 @@ def test_of_a_template_and_a_question_the_question_goes_first() -> None:
     tree.now_s += 1.0
     tree.insert([11, 12, 13, 14, 15, 16, 17, 18])
     assert set(tree.evict(10)) == {4, 5, 6, 7, 8, 14, 15, 16, 17, 18}
+
+
+def test_how_deep_a_block_is_does_not_depend_on_the_pieces_it_came_in() -> None:
+    for pieces in ([9], [1, 8], [2, 7], [1] * 9):
+        tree = gittins_tree()
+        parent, first = -1, 1
+        for count in pieces:
+            tree.insert(range(first, first + count), parent)
+            parent, first = first + count - 1, first + count
+        runs = runs_of(tree)
+        body = runs.at[1]
+        assert (runs.branch[body], runs.before[body], runs.length[body]) == (AT_ROOT, 0, 8), pieces
+
+
+def test_what_a_hint_parts_is_as_deep_as_before() -> None:
+    tree = gittins_tree()
+    tree.insert([1, 2, 3, 4])
+    tree.policy.on_hint([1, 2, 3, 4], Hint(returns=True))
+    tree.insert([5, 6, 7, 8, 9], 4)
+    runs = runs_of(tree)
+    assert runs.depths(np.array([5, 6, 7, 8], dtype=np.int32), np.arange(4)).tolist() == [5, 6, 7, 8]
+    assert runs.branch[runs.at[5]] == AT_ROOT
+
+
+def ends_at(tree: Tree) -> list[int]:
+    """The depths at which uses ended."""
+    policy = tree.policy
+    assert isinstance(policy, Gittins)
+    ends = policy._worth._reach._ends.sum(axis=(0, 1))
+    assert (ends >= 0).all()
+    return [int(depth) for depth in ends.nonzero()[0].repeat(ends[ends.nonzero()].astype(int))]
+
+
+def test_a_use_ends_where_its_last_piece_does() -> None:
+    tree = gittins_tree()
+    tree.insert(range(1, 11))
+    tree.policy.on_access([1, 2, 3, 4])
+    tree.now_s += 100.0
+    assert ends_at(tree) == [4]
+    tree.policy.on_access([1, 2, 3, 4])
+    tree.policy.on_access([5, 6, 7, 8])
+    assert ends_at(tree) == [4, 8], "the other request's end stays"
+    hinted = gittins_tree()
+    hinted.insert(range(1, 11))
+    hinted.policy.on_hint([1, 2, 3, 4], Hint(returns=True))
+    hinted.policy.on_access([1, 2, 3, 4])
+    hinted.policy.on_access([5, 6, 7, 8])
+    assert ends_at(hinted) == [8]
+
+
+def test_of_what_comes_back_only_the_last_block_is_an_end() -> None:
+    tree = gittins_tree()
+    tree.insert([1, 2, 3, 4])
+    tree.policy.on_hint([1, 2, 3, 4], Hint(returns=True))
+    tree.insert([5, 6, 7, 8, 9], 4)
+    tree.evict(9)
+    tree.now_s += 10.0
+    tree.insert([1, 2, 3, 4, 5, 6, 20, 21])
+    assert ends_at(tree) == [6]
+
+
+def test_a_block_that_is_lost_from_the_middle_is_not_known_by_its_depth() -> None:
+    tree = gittins_tree()
+    tree.insert(range(1, 12))
+    tree.policy.on_remove(3)
+    policy = tree.policy
+    assert isinstance(policy, Gittins)
+    assert policy._past.parts(np.array([3], dtype=np.uint64)) == []
 
 
 def test_where_too_many_sampled_leaves_must_stay_more_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

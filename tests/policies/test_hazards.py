@@ -109,3 +109,16 @@ def test_counts_are_halved_so_that_a_new_load_is_learned() -> None:
     learned.learn(load.lives, 250.0)
     assert learned._alive[:, 0].sum() < 0.6 * hazards._HALVE_AT
     assert 0.5 * worth < index(learned, SOON, 0.0) < 2 * worth
+
+
+def test_a_class_that_was_seen_years_ago_is_still_worth_something() -> None:
+    """Halved a thousand times over, its counts once came to nothing, and its index to none."""
+    learned, lives = Hazards((2,)), Lives()
+    learned.saw(0)
+    learned.saw(1)
+    learned._alive[1, 30] = 1.0
+    for _ in range(1_200):
+        learned._alive[0, 0] += 2 * hazards._HALVE_AT
+        learned.learn(lives, 0.0)
+        assert np.isfinite(learned._index).all()
+    assert (learned._index[1] > 0).all()

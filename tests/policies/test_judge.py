@@ -56,7 +56,7 @@ def test_however_large_the_tier_is_a_shadow_stays_small() -> None:
 def test_an_index_shadow_gives_up_what_is_worth_least() -> None:
     shadow = IndexShadow(lambda lives: np.array(lives, dtype=np.float64), np.random.default_rng(0))
     for name in range(100):
-        shadow.use(name, life=name)
+        shadow.use(name, number=name)
     shadow.keep(50)
-    assert not any(shadow.use(name, life=0) for name in range(40))
-    assert all(shadow.use(name, life=name) for name in range(60, 100))
+    assert not any(shadow.use(name, number=0) for name in range(40))
+    assert all(shadow.use(name, number=name) for name in range(60, 100))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from policies.base import Names
-from policies.eviction.past import Past
+from policies.eviction.past import FORGOTTEN, Past
 from policies.eviction.worth import LIFE_BITS
 
 
@@ -34,6 +34,23 @@ def test_what_left_again_is_what_it_was_last() -> None:
     put(past, names(1, 2), 7)
     put(past, names(1), 9)
     assert past.parts(names(1, 2)) == [(number(9, 1), 1), (number(7, 2), 2)]
+
+
+def test_what_is_to_be_forgotten_is_not_known_and_neither_is_what_was_in_an_older_life() -> None:
+    past = Past()
+    put(past, names(1, 2, 3), 7)
+    past.put(names(2), np.array([FORGOTTEN]))
+    assert past.parts(names(1, 2, 3)) == [(number(7, 1), 1)]
+    assert past.parts(names(1, 2, 3), oldest_life=7) == [(number(7, 1), 1)]
+    assert past.parts(names(1, 2, 3), oldest_life=8) == []
+
+
+def test_a_name_may_be_zero() -> None:
+    past = Past()
+    put(past, names(5), 7)
+    assert past.parts(names(5, 0)) == [(number(7, 1), 1)]
+    put(past, names(0), 8)
+    assert past.parts(names(0, 5)) == [(number(8, 1), 1), (number(7, 1), 2)]
 
 
 def test_whatever_comes_it_stays_as_small_and_tells_of_nobody_else() -> None:
