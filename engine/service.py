@@ -211,7 +211,8 @@ class Engine:
             try:
                 future.set_result(action())
             except Exception as error:
-                # It is the asker's to handle; the step loop goes on.
+                # The root of what is done between steps: the asker is told, and the step loop goes on.
+                _log.exception("what was asked for between two steps failed")
                 future.set_exception(error)
 
         self._runner.post(run)
