@@ -3,7 +3,8 @@
 The rules:
 - A block hits only if all blocks before it in the request hit.
 - Only blocks of prompts are cached, and of each request at most the first `capacity_blocks`.
-- A request's blocks are put in first, then room is made: its own may go, too, if the policy thinks least of them.
+- A request's blocks are put in first, then room is made, where it lacks, for a thousandth of the tier more: its own may
+  go, too, if the policy thinks least of them.
 - The last block of a prompt counts the tokens it really holds.
 
 Pure, and the same for the same trace, policy and capacity.
