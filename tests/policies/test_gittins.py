@@ -273,6 +273,21 @@ def test_of_what_comes_back_only_the_last_block_is_an_end() -> None:
     assert ends_at(tree) == [6]
 
 
+def test_a_session_whose_end_is_forgotten_is_not_taken_for_two_that_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other blocks are remembered for longer."""
+    monkeypatch.setattr(request, "_MAX_ENDS", 10)
+    tree = gittins_tree()
+    tree.insert([1, 2, 3, 4])
+    tree.evict(4)
+    for first in range(100, 160, 3):
+        tree.insert(range(first, first + 3))
+        tree.evict(3)
+    tree.insert([1, 2, 3, 5, 6, 7])
+    runs = runs_of(tree)
+    assert not runs.is_shared[runs.at[[1, 2, 3, 5, 6, 7]]].any()
+    assert ends_at(tree) == []
+
+
 def test_a_block_that_is_lost_from_the_middle_is_not_known_by_its_depth() -> None:
     tree = gittins_tree()
     tree.insert(range(1, 12))

@@ -60,3 +60,16 @@ def test_an_index_shadow_gives_up_what_is_worth_least() -> None:
     shadow.keep(50)
     assert not any(shadow.use(name, number=0) for name in range(40))
     assert all(shadow.use(name, number=name) for name in range(60, 100))
+
+
+def test_what_was_used_before_fewer_names_are_sampled_is_sampled_like_the_rest() -> None:
+    shadow = LruShadow()
+    judge = Judge((shadow,))
+    for names in (range(1_500), range(10_000, 30_000)):
+        asked = np.array(names, dtype=np.uint64)
+        places = judge.sampled(asked)
+        judge.saw(asked[places], places)
+    # So much room that no fewer have to be sampled once more.
+    judge.request_ends(32_000)
+    held = np.array(list(shadow._names), dtype=np.uint64)
+    assert len(judge.sampled(held)) == len(held) > MAX_SHADOW / 4

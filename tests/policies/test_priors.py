@@ -3,7 +3,7 @@
 import numpy as np
 
 from policies.eviction.hazards import NUM_BINS, Hazards
-from policies.eviction.kinds import OWN, PLACE_KINDS, SHAPE, TAIL, kind_of, shared_kind
+from policies.eviction.kinds import OWN, PLACE_KINDS, SHAPE, TAIL, kind_of, shared_gap_of, shared_kind
 from policies.eviction.priors import before_seen
 
 
@@ -32,3 +32,8 @@ def test_the_last_block_of_a_prompt_goes_before_the_others() -> None:
     tail = TAIL * PLACE_KINDS + kind_of(5, None, 1)
     for age_s in (0.0, 1.0, 100.0):
         assert worth(tail, age_s) < worth(own, age_s)
+
+
+def test_the_middle_of_a_gap_feature_is_a_gap_with_that_feature() -> None:
+    for gap in range(2, 20):
+        assert shared_kind(2, shared_gap_of(gap)) == shared_kind(2, 0.125) + gap - 1
