@@ -10,7 +10,6 @@ Not thread-safe: the catalog's owner thread alone calls it.
 
 import secrets
 import struct
-from array import array
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,10 @@ _64_BITS = (1 << 64) - 1
 # A prompt is looked up run by run as long as there are few, and none is shorter than pays.
 _MAX_RUNS = 16
 _MIN_RUN = 8
+# Keys that are not at home are looked for at so many places at once: at half load hardly one lies further away, and
+# place by place it took several times as long, each step being what numpy takes to begin.
+_WINDOW = np.arange(8)
+_IS_FREE = 1
 
 Ids = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
@@ -43,14 +46,17 @@ class KeyIndex:
         self._key_bytes = self._keys.data.cast("B")
         # The key of ids that are free, one that no client can ask for.
         self._nobody = np.frombuffer(secrets.token_bytes(KEY_BYTES), dtype=np.uint64)
-        self._free = array("i")
+        # Per id whether it was given back; the next one is looked for from where the last one was found.
+        self._free = bytearray(capacity)
+        self._num_free = 0
+        self._free_from = 0
         self._next_id = 0
         # 0: nobody; else one more than the id. A key lies at its home or after it, with no gap between.
         self._table: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._rebuild(capacity)
 
     def __len__(self) -> int:
-        return self._next_id - len(self._free)
+        return self._next_id - self._num_free
 
     @property
     def num_ids(self) -> int:
@@ -102,25 +108,14 @@ class KeyIndex:
         same &= found >= 0
         pending = np.flatnonzero(~same & (found >= 0))
         found[~same] = -1
-        places = positions[pending]
-        while len(pending):
-            places = (places + 1) & self._mask
-            ids = self._table.take(places) - 1
-            is_taken = ids >= 0
-            same = _equal(self._keys.take(ids, axis=0, mode="wrap"), words[pending]) & is_taken
-            found[pending[same]] = ids[same]
-            going_on = ~same & is_taken
-            pending, places = pending[going_on], places[going_on]
+        self._find_away(words, pending, positions[pending] + 1, found)
         return found
 
     def add(self, key: BlockKey) -> int:
         """Return the id of a key that is not in the index yet."""
         self._make_room(1)
-        if self._free:
-            new_id = self._free.pop()
-        else:
-            new_id = self._next_id
-            self._next_id += 1
+        new_id = self._take_free() if self._num_free else self._next_id
+        self._next_id = max(self._next_id, new_id + 1)
         self._key_bytes[new_id * KEY_BYTES : (new_id + 1) * KEY_BYTES] = key
         position = self._home_of(key)
         while self._table[position]:
@@ -132,11 +127,9 @@ class KeyIndex:
         """`add` for keys, all different and none in the index yet, given as [num_keys, KEY_BYTES / 8] uint64."""
         count = len(words)
         self._make_room(count)
-        reused = min(count, len(self._free))
+        reused = min(count, self._num_free)
         ids: Ids = np.empty(count, dtype=np.int32)
-        # Tails leave before their heads, so from the last one on they go up again.
-        ids[:reused] = self._free[len(self._free) - reused :][::-1]
-        del self._free[len(self._free) - reused :]
+        ids[:reused] = [self._take_free() for _ in range(reused)]
         ids[reused:] = np.arange(self._next_id, self._next_id + count - reused)
         self._next_id += count - reused
         self._keys[ids] = words
@@ -160,7 +153,8 @@ class KeyIndex:
             position = (position + 1) & mask
         table[gap] = 0
         self._keys[old_id] = self._nobody
-        self._free.append(old_id)
+        self._free[old_id] = _IS_FREE
+        self._num_free += 1
 
     def key(self, known_id: int) -> BlockKey:
         return BlockKey(bytes(self._key_bytes[known_id * KEY_BYTES : (known_id + 1) * KEY_BYTES]))
@@ -195,6 +189,24 @@ class KeyIndex:
         ids[begin : begin + length] = np.arange(first, first + length)
         return length
 
+    def _find_away(
+        self, words: Words, pending: npt.NDArray[np.intp], places: npt.NDArray[np.int64], found: Ids
+    ) -> None:
+        """Write to `found` the ids of the `pending` ones of the keys, each of which lies where `places` says, behind
+        that, or nowhere."""
+        while len(pending):
+            ids = self._table.take((places[:, np.newaxis] + _WINDOW) & self._mask) - 1
+            first_words = self._keys.ravel().take(ids * _WORDS, mode="wrap")
+            at = np.flatnonzero((first_words == words[pending, :1]) & (ids >= 0))
+            candidates, rows = ids.ravel()[at], pending[at // len(_WINDOW)]
+            same = _equal(self._keys.take(candidates, axis=0), words[rows])
+            found[rows[same]] = candidates[same]
+            if np.count_nonzero(same) == len(pending):
+                break
+            # No key lies behind a place that is empty.
+            going_on = (found[pending] < 0) & (ids.min(axis=1) >= 0)
+            pending, places = pending[going_on], places[going_on] + len(_WINDOW)
+
     def _home_of(self, key: bytes) -> int:
         mixed = sum(map(int.__mul__, _AS_WORDS.unpack(key), self._factors)) & _64_BITS
         return mixed >> self._shift
@@ -203,12 +215,24 @@ class KeyIndex:
         wanted = len(self) + count
         if wanted > len(self._table) * _MAX_LOAD:
             self._rebuild(2 * wanted)
-        rows = self._next_id + count - min(count, len(self._free))
+        rows = self._next_id + count - min(count, self._num_free)
         if rows > len(self._keys):
             grown = np.zeros((max(rows, 2 * len(self._keys)), _WORDS), dtype=np.uint64)
             grown[: len(self._keys)] = self._keys
             self._keys = grown
             self._key_bytes = grown.data.cast("B")
+            self._free.extend(bytes(len(grown) - len(self._free)))
+
+    def _take_free(self) -> int:
+        """Return an id that was given back; those of neighbours one after the other, in whatever order they came, so
+        that the blocks of a prompt lie side by side again."""
+        found = self._free.find(_IS_FREE, self._free_from)
+        if found < 0:
+            found = self._free.find(_IS_FREE)
+        self._free[found] = 0
+        self._num_free -= 1
+        self._free_from = found + 1
+        return found
 
     def _rebuild(self, count: int) -> None:
         """Make a table with room for `count` keys."""
