@@ -26,6 +26,7 @@ from kvstore.connection import LOCK_NAME, SOCKET_NAME, lock
 from kvstore.control_socket import ControlSocket, Peer
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.outcome import Outcome, TierKind
+from kvstore.cpu import current_cpu
 from kvstore.events_process import EventsProcess
 from kvstore.http_process import HttpProcess
 from kvstore.process import go_first, keep_pauses_short
@@ -417,7 +418,7 @@ class Daemon:
             frame = wire.encode(body)
         except ProtocolError as error:
             frame = wire.encode(wire.Error(error.code, str(error)))
-        self._control.send(peer, Header(self._epoch, 0, sequence), frame)
+        self._control.send(peer, Header(self._epoch, current_cpu() + 1, sequence), frame)
 
 
 def _is_only_an_answer(answer: wire.Message | None) -> bool:

@@ -10,7 +10,9 @@ Up to the bytes of the body the header is the same in all versions, so that anot
 The epoch names one start of the daemon, the incarnation one attached engine. A message with another epoch is
 refused with `stale_epoch`, and the client attaches again. Requests that concern no shared memory (statistics,
 sessions) may come from a client that is not attached: it leaves epoch and incarnation 0. A reply carries the
-sequence of its request; a fetch is answered by several messages, all others by exactly one.
+sequence of its request; a fetch is answered by several messages, all others by exactly one. Where a request has the
+incarnation a reply has one more than the number of the CPU that the daemon ran on (0: unknown), from which a client
+tells whether it keeps the daemon from running while it looks for an answer.
 
 Covers headers, encoding, and which message is a request and which a reply; what each says is in `kvstore/messages/`.
 """
@@ -177,7 +179,8 @@ class ErrorCode:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The beginning of every message; `body_bytes` is what a message that has come said of itself."""
+    """The beginning of every message; `body_bytes` is what a message that has come said of itself. In a reply
+    `incarnation` is not one, see the module."""
 
     epoch: int = 0
     incarnation: int = 0

@@ -257,6 +257,17 @@ def test_many_messages_in_one_piece_and_one_in_many_pieces_are_each_answered(pee
     assert peer.receive()[0].sequence == 7
 
 
+def test_a_reply_names_the_cpu_that_the_daemon_ran_on(daemon: DaemonProcess, peer: Raw) -> None:
+    allowed = os.sched_getaffinity(daemon.process.pid)
+    try:
+        for cpu in allowed:
+            os.sched_setaffinity(daemon.process.pid, {cpu})
+            peer.send(wire.pack(wire.Header(0, 0, 1), wire.encode(wire.Ping())))
+            assert peer.receive()[0].incarnation == cpu + 1
+    finally:
+        os.sched_setaffinity(daemon.process.pid, allowed)
+
+
 def test_what_is_no_message_is_refused_and_costs_its_sender_the_connection(daemon: DaemonProcess, peer: Raw) -> None:
     with contextlib.closing(Raw(daemon.run_dir)) as reckless:
         reckless.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")

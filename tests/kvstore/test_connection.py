@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import wire
+from kvstore import connection, wire
 from kvstore.connection import LOCK_NAME, SOCKET_NAME, Connection, daemon_lives, lock
 from kvstore.core.errors import TierUnavailable
+from tests.support.fake_daemon import FakeDaemon
 
 OTHER_USER = 12_345
 
@@ -134,3 +135,30 @@ def test_it_looks_for_answers_only_while_they_come_at_once(tmp_path: Path, monke
     assert ask(1, 50e-6) > 0, "a single one is no habit"
     assert ask(20, 2e-3) == 0
     assert ask(20, 150e-6) > 0, "woken up each time it looks like this, and it is quick again"
+
+
+@pytest.mark.parametrize(
+    ("answered_on", "expected_s"),
+    [(3, connection._LOOK_BESIDE_S), (2, connection._LOOK_S), (-1, connection._LOOK_S)],
+)
+def test_an_answer_from_our_own_cpu_is_not_looked_for_for_long(
+    answered_on: int, expected_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon waited on our CPU for as long as we looked, a third of a millisecond after every other pause."""
+    monkeypatch.setattr(connection, "current_cpu", lambda: 3)
+    with FakeDaemon(tmp_path) as daemon, contextlib.closing(Connection(tmp_path)) as asking:
+        daemon.answered_on = answered_on
+        assert asking._look_s() == connection._LOOK_S
+        asking.request(0, 0, wire.Stats(), 5.0)
+        asking._answer_s = 0.0
+        assert asking._look_s() == expected_s
+
+
+def test_a_client_that_cannot_tell_its_own_cpu_looks_as_long_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "current_cpu", lambda: -1)
+    with FakeDaemon(tmp_path), contextlib.closing(Connection(tmp_path)) as asking:
+        asking.request(0, 0, wire.Stats(), 5.0)
+        asking._answer_s = 0.0
+        assert asking._look_s() == connection._LOOK_S

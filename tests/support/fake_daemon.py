@@ -30,6 +30,8 @@ class FakeDaemon:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._epoll = select.epoll()
         self.faults: list[str] = []
+        # The CPU that its answers name.
+        self.answered_on = -1
         self._socket = ControlSocket(run_dir / SOCKET_NAME, self._epoll, self.faults.append)
         self._socket.open()
         self._is_over = threading.Event()
@@ -64,7 +66,9 @@ class FakeDaemon:
                 if reply is None:
                     self._socket.hang_up(peer)
                 else:
-                    self._socket.send(peer, wire.Header(self.epoch, 0, header.sequence), wire.encode(reply))
+                    self._socket.send(
+                        peer, wire.Header(self.epoch, self.answered_on + 1, header.sequence), wire.encode(reply)
+                    )
 
     def _replies(self, header: wire.Header, request: wire.Request) -> Sequence[wire.Message | None]:
         if isinstance(request, wire.Attach):
