@@ -21,6 +21,7 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.index import KeyIndex
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
+from tiers.aligned import copy_bytes
 from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
 from tiers.region import Region
@@ -39,7 +40,8 @@ class SlotRef:
 
 
 class RamTier:
-    """Implements `tiers.base.Tier` over a region that it does not own. Thread-safe; copies run outside the lock."""
+    """Implements `tiers.base.Tier` over a region that it does not own. Thread-safe; copies run outside its lock and the
+    interpreter's."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -192,7 +194,7 @@ class RamTier:
                 self._faults["corrupt"] = self._faults.get("corrupt", 0) + 1
                 return Outcome.CORRUPT
             slot = self._ref(row)
-        view[:] = self._region.view(slot.offset, slot.num_bytes)
+        copy_bytes(view, self._region.view(slot.offset, slot.num_bytes))
         # Deleted while it was copied: the bytes may be another block's by now.
         return Outcome.OK if self._region.generation(slot.offset) == slot.generation else Outcome.MISS
 
@@ -203,7 +205,7 @@ class RamTier:
             slot = self._reserve(meta)
         if slot is None:
             return Outcome.FULL
-        self._region.view(slot.offset, slot.num_bytes)[:] = payload
+        copy_bytes(self._region.view(slot.offset, slot.num_bytes), payload)
         self.publish(meta.key)
         return Outcome.OK
 
