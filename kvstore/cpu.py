@@ -4,11 +4,11 @@ import ctypes
 from collections.abc import Callable
 
 
-def _sched_getcpu() -> Callable[[], int]:
-    libc = ctypes.CDLL(None)
-    # Not there on every system that Python runs on.
-    return libc.sched_getcpu if hasattr(libc, "sched_getcpu") else lambda: -1
+def getter(libc: object) -> Callable[[], int]:
+    """Return the C library's function, or one that does not know: not every system has it."""
+    return getattr(libc, "sched_getcpu", lambda: -1)
 
 
-current_cpu: Callable[[], int] = _sched_getcpu()
+# Keeps the interpreter lock: to get it back from a thread that computes would take milliseconds.
+current_cpu: Callable[[], int] = getter(ctypes.PyDLL(None))
 """Returns its number, -1 where the system does not say."""

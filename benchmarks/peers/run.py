@@ -128,7 +128,8 @@ def _turn(one: Running, op: str, number: int, pause_s: float) -> list[float]:
         one.run(op, number)
         taken_s = []
         for _ in range(_AT_ONCE[op]):
-            time.sleep(pause_s)
+            if pause_s:
+                time.sleep(pause_s)
             taken_s.append(one.run(op, number))
         return taken_s
     finally:

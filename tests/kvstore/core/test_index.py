@@ -88,17 +88,35 @@ def test_ids_go_round_from_the_last_that_was_given_out() -> None:
     assert [index.add(key(number)) for number in range(21, 24)] == [6, 1, 8]
 
 
-@pytest.mark.parametrize("count", [1, 9, 30, 200])
-def test_keys_far_from_home_are_found_and_strangers_among_them_are_not(count: int) -> None:
-    """All keys have one home, so that they fill a row of places, longer than what is looked at in one step."""
-    index = KeyIndex()
+def with_one_home(capacity: int = 1024) -> KeyIndex:
+    """An index in which all keys have one home, so that they fill a row of places."""
+    index = KeyIndex(capacity)
     index.mixed = lambda words: np.zeros(len(words), dtype=np.uint64)  # type: ignore[method-assign]
     index._home_of = lambda _: 0  # type: ignore[method-assign]
+    return index
+
+
+# The last one is asked for place by place.
+@pytest.mark.parametrize("count", [1, 9, 30, 200, 600])
+def test_keys_far_from_home_are_found_and_strangers_among_them_are_not(count: int) -> None:
+    """The row is longer than what is looked at in one step."""
+    index = with_one_home()
     # Alike in their first word, by which they are looked for.
     keys = [BlockKey(b"alike..." + number.to_bytes(24, "little")) for number in range(2 * count)]
     known = {one: index.add(one) for one in random.Random(1).sample(keys[:count], count)}
     asked = random.Random(2).sample(keys, len(keys))
     assert index.find_many(as_words(join_keys(asked))).tolist() == [known.get(one, -1) for one in asked]
+
+
+def test_the_last_row_is_not_found_at_a_place_that_is_empty() -> None:
+    """An empty place reads as the row before the first, which is the last one."""
+    index = with_one_home(capacity=8)
+    keys = [BlockKey(b"alike..." + number.to_bytes(24, "little")) for number in range(8)]
+    for one in keys:
+        index.add(one)
+    assert index.capacity == 8, "every row is in use"
+    asked = [keys[7], keys[7], *keys[1:7]]
+    assert index.find_many(as_words(join_keys(asked))).tolist() == [7, 7, 1, 2, 3, 4, 5, 6]
 
 
 def test_keys_that_share_all_but_a_few_bits_cost_no_more_than_others() -> None:
