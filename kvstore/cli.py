@@ -102,7 +102,8 @@ def code_and_advice(error: KVStoreError) -> tuple[int, str]:
     if isinstance(error, ConfigError):
         return EXIT_USAGE, ""
     if isinstance(error, chat.EngineUnreachable):
-        return EXIT_UNREACHABLE, "Is it running? Start it with 'python -m engine.server', or name it with --engine."
+        ours = "the reference engine with 'python -m engine.server'"
+        return EXIT_UNREACHABLE, f"Is it running? Start it, {ours}, or name it with --engine."
     if isinstance(error, TierUnavailable):
         return EXIT_UNREACHABLE, "Is it running? Start it with 'kvstore serve', or name its folder with --run-dir."
     if isinstance(error, ProtocolError):

@@ -152,7 +152,7 @@ class Daemon:
                 break
             self._poll(wakeup, 0.05)
         for kind, link in self._links.items():
-            if not link.ready:
+            if not link.ready and not self._signals:
                 _log.error("serving without the %s tier until it can be opened", kind.label)
 
     def _stop(self) -> None:

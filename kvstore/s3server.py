@@ -56,7 +56,7 @@ class S3Server:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        program = _find_program()
+        program = find_program()
         deadline = time.monotonic() + deadline_s
         for attempt in range(_ATTEMPTS):
             self._launch(program)
@@ -164,7 +164,8 @@ class S3Server:
             client.close()
 
 
-def _find_program() -> Path:
+def find_program() -> Path:
+    """Return the server's program. Raises ConfigError where it is not installed."""
     # Beside this interpreter first: a virtual environment need not be activated.
     for folders in (sysconfig.get_path("scripts"), None):
         found = shutil.which("weed", path=folders)

@@ -193,7 +193,7 @@ def test_the_demo_says_what_is_missing_where_there_is_no_engine(installed: Path,
         [installed / "kvstore", "demo"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
     )
     assert ran.returncode == 2
-    assert "tiered-kvstore[engine]" in ran.stderr
+    assert "pip install '.[engine]'" in ran.stderr
 
 
 def test_the_daemon_starts_where_torch_cannot_be_imported(tmp_path: Path, shm_dir: Path) -> None:

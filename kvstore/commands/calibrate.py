@@ -1,7 +1,6 @@
 """`kvstore calibrate`: measure what prefilling and loading take on this machine, and keep it for engine and planner."""
 
 import contextlib
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -18,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvstore.commands.calibrate_plot import plot_times
-from kvstore.commands.common import ConfigOption, JsonOption, print_json, print_table
+from kvstore.commands.common import ConfigOption, JsonOption, check_engine_is_installed, print_json, print_table
 from kvstore.commands.replay_plot import check_plot
 from kvstore.commands.scratch_daemon import scratch_daemon
-from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.core.errors import KVStoreError
 from kvstore.core.outcome import TierKind
 from kvstore.core.units import approximate_size, parse_size
 from kvstore.settings import load
@@ -104,9 +103,7 @@ def calibrate(
     A daemon of its own is started for it, with the tiers of the configuration, in folders and below a prefix of the
     bucket that are removed afterwards. Takes a few minutes and 3 GB of memory and disk; other load disturbs it.
     """
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"calibrating runs the engine, which needs {' and '.join(missing)}: see 'kvstore demo'")
+    check_engine_is_installed("calibrating")
     if plot is not None:
         check_plot(plot)
     try:

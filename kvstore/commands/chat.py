@@ -166,6 +166,8 @@ def _turn(http: httpx.Client, talk: _Talk, message: str, max_tokens: int) -> Non
         typer.echo("\n(stopped; this turn is not part of the session)", err=True)
         return
     except httpx.TransportError as error:
+        if reply:
+            typer.echo("\n(cut off; say it again, this turn may not be part of the session)", err=True)
         raise EngineUnreachable(f"the engine at {http.base_url} does not answer: {error}") from None
     typer.echo()
     typer.echo(_summary(report))

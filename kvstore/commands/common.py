@@ -1,5 +1,6 @@
 """What the commands share: options, the client, and output that is a table on a terminal and plain text elsewhere."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.client import Client
-from kvstore.core.errors import ProtocolError
+from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.settings import load
 from kvstore.wire import ErrorCode
 
@@ -43,6 +44,15 @@ def connect(run_dir: Path | None, config: Path | None) -> Client:
     """Return a console's client; the configuration is read only where no folder is given."""
     folder = run_dir or Path(load(config).config.daemon.run_dir)
     return Client(folder, name="console", deadline_s=_DEADLINE_S)
+
+
+def check_engine_is_installed(what: str) -> None:
+    """Raise ConfigError where the reference engine's requirements are missing; `what` needs it."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{what} runs the engine, which needs {' and '.join(missing)}: pip install '.[engine]' in a checkout"
+        )
 
 
 def print_json(value: Any) -> None:

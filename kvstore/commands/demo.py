@@ -1,12 +1,11 @@
 """`kvstore demo`: the whole path on a real model, interrupted on purpose."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from kvstore.core.errors import ConfigError
+from kvstore.commands.common import check_engine_is_installed
 
 EXAMPLE: Final = "Example: kvstore demo --report demo-report.json"
 
@@ -20,12 +19,11 @@ def demo(
 
     Holds several chat sessions, takes engine, daemon and tiers away one by one, resumes, and compares every token.
     """
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"the demo runs the engine, which needs {' and '.join(missing)}: pip install 'tiered-kvstore[engine]', "
-            "or run 'make demo' in a checkout"
-        )
+    check_engine_is_installed("the demo")
     from kvstore.demo.main import run
+    from kvstore.s3server import find_program
+
+    # Before a minute of answers, since it comes into play only after them.
+    find_program()
 
     raise typer.Exit(run(report))

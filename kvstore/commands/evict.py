@@ -35,3 +35,5 @@ def evict(
         return
     rows = [[name, str(done.freed.get(name, 0)), str(done.kept.get(name, 0))] for name in tiers]
     print_table(["tier", "blocks freed", "blocks kept"], rows)
+    if any(done.kept.values()) and not drop:
+        typer.echo(f"Kept is what is being read, or has no copy but in {', '.join(tiers)}: --drop frees that, too.")

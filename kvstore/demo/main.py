@@ -167,7 +167,7 @@ class Demo:
         rows, extra = [], []
         step("HBM is too small for all sessions")
         rows.append(self._resume("hbm_pressure", "HBM too small", self._resumed, timed=_TIMED_BESIDE))
-        extra.append(self._resume("hbm_displaced", "… those without room", self._displaced, timed=0))
+        extra.append(self._resume("hbm_displaced", "HBM too small, displaced", self._displaced, timed=0))
         step("the engine is killed")
         self._engine.kill()
         self._engine = self._new_engine(self._daemon)

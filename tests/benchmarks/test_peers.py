@@ -98,6 +98,6 @@ def test_a_tiny_run_measures_all_sides_of_every_row(tmp_path: Path, shm_dir: Pat
     for op in both - {"lookup"}:
         assert {"ceiling", "kvstore", "files"} <= set(rows[op]["best"])
         assert {one["runs"] for one in rows[op]["best"].values()} == {2}
-    assert rows["lookup"]["best"]["files"]["runs"] == 10
+    assert rows["lookup"]["best"]["files"]["runs"] == 40
     assert "store through the daemon" in ran.stdout
     assert list((tmp_path / "runs").iterdir()) == []

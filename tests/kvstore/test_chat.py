@@ -32,6 +32,8 @@ class Engine(BaseHTTPRequestHandler):
     status = 200
     # vLLM's answers say nothing of sessions and caches.
     reports = True
+    # The connection ends before the answer does.
+    is_cut = False
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -56,7 +58,7 @@ class Engine(BaseHTTPRequestHandler):
             data = json.dumps({"error": {"message": "too many tokens"}})
         self.send_response(self.status)
         self.send_header("content-type", "text/event-stream")
-        self.send_header("content-length", str(len(data.encode())))
+        self.send_header("content-length", str(len(data.encode()) + (100 if self.is_cut else 0)))
         self.end_headers()
         self.wfile.write(data.encode())
 
@@ -184,6 +186,17 @@ def test_a_chat_with_an_engine_that_is_not_there_ends_with_3(run: Run, say: Any)
     assert ran.code == 3
     assert "the engine at http://127.0.0.1:9 does not answer" in ran.err
     assert "engine.server" in ran.err and "kvstore serve" not in ran.err, "the daemon has nothing to do with it"
+
+
+def test_a_reply_that_is_cut_off_is_told_from_the_error(
+    run: Run, client: FakeClient, engine: tuple[type[Engine], str], say: Any
+) -> None:
+    """The error stood right behind the last word, and nothing said what became of the turn."""
+    engine[0].is_cut = True
+    with say("hi"):
+        ran = run("chat", "--engine", engine[1], "--session", "a")
+    assert ran.code == 3
+    assert "\n(cut off; say it again, this turn may not be part of the session)\nkvstore: the engine at" in ran.err
 
 
 def test_a_chat_with_an_address_that_is_none_is_wrong_usage(run: Run, say: Any) -> None:

@@ -293,6 +293,12 @@ def test_tiers_are_emptied_and_the_blocks_counted(run: Run, client: FakeClient) 
     assert json.loads(run("evict", "--tier", "s3", "--json").out) == {"freed": {"s3": 3}, "kept": {"s3": 1}}
 
 
+def test_of_blocks_that_are_kept_it_is_said_what_frees_them(run: Run, client: FakeClient) -> None:
+    """Naming both tiers that hold a block freed neither copy, and nothing told why."""
+    said = run("evict", "--tier", "ram,ssd").out.splitlines()[-1]
+    assert said.endswith("has no copy but in ram, ssd: --drop frees that, too.")
+
+
 # ---------------------------------------------------------------- output
 
 
