@@ -25,5 +25,4 @@ def demo(
 
     # Before a minute of answers, since it comes into play only after them.
     find_program()
-
     raise typer.Exit(run(report))

@@ -36,4 +36,5 @@ def evict(
     rows = [[name, str(done.freed.get(name, 0)), str(done.kept.get(name, 0))] for name in tiers]
     print_table(["tier", "blocks freed", "blocks kept"], rows)
     if any(done.kept.values()) and not drop:
-        typer.echo(f"Kept is what is being read, or has no copy but in {', '.join(tiers)}: --drop frees that, too.")
+        where = ", ".join(tiers)
+        typer.echo(f"Kept is what is in use, and what has no copy but in {where}; --drop frees the latter, too.")

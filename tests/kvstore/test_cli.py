@@ -296,7 +296,23 @@ def test_tiers_are_emptied_and_the_blocks_counted(run: Run, client: FakeClient) 
 def test_of_blocks_that_are_kept_it_is_said_what_frees_them(run: Run, client: FakeClient) -> None:
     """Naming both tiers that hold a block freed neither copy, and nothing told why."""
     said = run("evict", "--tier", "ram,ssd").out.splitlines()[-1]
-    assert said.endswith("has no copy but in ram, ssd: --drop frees that, too.")
+    assert said == "Kept is what is in use, and what has no copy but in ram, ssd; --drop frees the latter, too."
+    assert "Kept" not in run("evict", "--tier", "ram,ssd", "--drop").out
+
+
+def test_the_demo_looks_for_its_s3_server_before_it_begins(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answered for a minute and then ended, since the server was not installed."""
+    begun: list[object] = []
+
+    def missing() -> None:
+        raise ConfigError("the S3 server is not installed")
+
+    monkeypatch.setattr("kvstore.commands.demo.check_engine_is_installed", lambda _: None)
+    monkeypatch.setattr("kvstore.s3server.find_program", missing)
+    monkeypatch.setattr("kvstore.demo.main.run", begun.append)
+    ran = run("demo")
+    assert ran.code == 2 and "the S3 server is not installed" in ran.err
+    assert not begun
 
 
 # ---------------------------------------------------------------- output

@@ -21,7 +21,11 @@ from tiers.region import Region
 class Link:
     """A worker that has answered before the poll begins, so that ZMQ does not tell of it again."""
 
+    kind = TierKind.SSD
     num_starts = 0
+    ready = False
+    failure = ""
+    is_fatal = False
 
     def __init__(self) -> None:
         self.num_received = 0
@@ -88,3 +92,17 @@ def test_a_run_folder_that_is_a_symbolic_link_is_refused_for_what_it_is(tmp_path
     with pytest.raises(ConfigError, match=f"symbolic link: name the folder itself, {folder}"):
         _private_folder(link)
     assert _private_folder(folder) == folder
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_daemon_that_is_stopped_while_it_starts_blames_no_tier(
+    is_stopped: bool, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It logged an error without a reason, that it would go on without the SSD."""
+    daemon._links = cast(Any, {TierKind.SSD: Link()})
+    monkeypatch.setattr("kvstore.daemon._START_DEADLINE_S", 0.0)
+    daemon._signals = int(is_stopped)
+    readable, writable = socket.socketpair()
+    with readable, writable:
+        daemon._recover(readable)
+    assert ("serving without the ssd tier" in caplog.text) is not is_stopped
