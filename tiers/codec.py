@@ -76,16 +76,24 @@ class Codec:
         tag = self.keys.encrypt(header.sealing, associated_data(header), plain, stored)
         return encode_header(replace(header, checksum=checksum(stored), tag=tag)), stored
 
-    def open(self, meta: BlockMeta, header: bytes | memoryview, stored: memoryview, into: memoryview) -> Header:
+    def open(
+        self,
+        meta: BlockMeta,
+        header: bytes | memoryview,
+        stored: memoryview,
+        into: memoryview,
+        stored_checksum: int | None = None,
+    ) -> Header:
         """Put the payload of the block `meta` into `into`, and return what its header says.
 
-        `stored` may be `into` itself where the codec is RAW: then nothing is copied. Raises CorruptBlock, saying what
+        `stored` may be `into` itself where the codec is RAW: then nothing is copied. `stored_checksum` is that of
+        `stored` where the caller has made it. Raises CorruptBlock, saying what
         differs, or WrongKey; the content of `into` is then undefined.
         """
         found = decode_header(header)
         if found.meta != meta:
             raise CorruptBlock("the record holds another block")
-        self.check(found, stored)
+        self.check(found, stored, stored_checksum)
         if found.codec == RAW:
             if found.sealing is not None:
                 self._decrypt(found, stored, into)
@@ -99,12 +107,12 @@ class Codec:
         self._unpack(found.codec, packed, into)
         return found
 
-    def check(self, header: Header, stored: memoryview) -> None:
+    def check(self, header: Header, stored: memoryview, stored_checksum: int | None = None) -> None:
         """Check everything that shows without decrypting and unpacking. Raises CorruptBlock or WrongKey, CorruptBlock
         first: what is damaged is so whatever the key."""
         if len(stored) != header.stored_bytes:
             raise CorruptBlock(f"{len(stored)} bytes are stored, expected {header.stored_bytes}")
-        if checksum(stored) != header.checksum:
+        if (checksum(stored) if stored_checksum is None else stored_checksum) != header.checksum:
             raise CorruptBlock("the stored bytes do not match their checksum")
         if header.codec != RAW and header.codec not in self.transforms:
             raise CorruptBlock(f"the record was packed with transform {header.codec}, which is unknown here")

@@ -11,7 +11,7 @@ told.
 from collections import defaultdict
 from functools import partial
 
-from kvstore.core.block import HEADER_BYTES, checksum, decode_header
+from kvstore.core.block import HEADER_BYTES, decode_header
 from kvstore.core.errors import CorruptBlock
 from kvstore.core.key import split_keys
 from tiers.aligned import AlignedBuffers, address_of, copy_bytes
@@ -58,9 +58,9 @@ class Emptier:
             headers: dict[IndexEntry, bytes] = {}
             incoming = [
                 Incoming(entry.place.slot, body[: entry.meta.payload_bytes], partial(_accept, headers, entry, body))
-                for entry, body in bodies.items()
+                for entry, body in sorted(bodies.items(), key=lambda item: item[0].place.slot)
             ]
-            self._crew.run(list(self._mover.read_jobs(segments.file(entries[0].place.segment), incoming)))
+            self._crew.run(self._mover.read_jobs(segments.file(entries[0].place.segment), incoming))
             whole = [entry for entry in entries if entry in headers]
             places = segments.take_free(record_bytes, len(whole))
             # Fewer where others took them meanwhile; the rest stays.
@@ -90,7 +90,7 @@ class Emptier:
             by_segment[place.segment].append(Outgoing(place.slot, stored, seal))
         files = {number: self._segments.file(number) for number in by_segment}
         for number, outgoing in by_segment.items():
-            self._crew.run(list(self._mover.write_jobs(files[number], outgoing)))
+            self._crew.run(self._mover.write_jobs(files[number], outgoing))
         self._crew.run([file.sync for file in files.values()])
 
 
@@ -99,7 +99,12 @@ def _sealed(header: bytes, stored: memoryview, _: memoryview | None) -> tuple[by
 
 
 def _accept(
-    headers: dict[IndexEntry, bytes], entry: IndexEntry, body: memoryview, header: memoryview | None, stored: memoryview
+    headers: dict[IndexEntry, bytes],
+    entry: IndexEntry,
+    body: memoryview,
+    header: memoryview | None,
+    stored: memoryview,
+    checksum: int,
 ) -> None:
     """Keep header and stored bytes where they are what the index says."""
     if header is None:
@@ -108,7 +113,7 @@ def _accept(
         found = decode_header(header)
     except CorruptBlock:
         return
-    if found.meta == entry.meta and found.checksum == entry.checksum == checksum(stored):
+    if found.meta == entry.meta and found.checksum == entry.checksum == checksum:
         if address_of(stored) != address_of(body):
             copy_bytes(body[: len(stored)], stored)
         headers[entry] = bytes(header)

@@ -9,12 +9,12 @@ Covers: bytes of records. Does not cover: where they lie (`tiers/segments.py`), 
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-from kvstore.core.block import HEADER_BYTES
+from kvstore.core.block import HEADER_BYTES, Checksum, checksum
 from tiers.aligned import AlignedBuffers, address_of, copy_bytes, is_aligned
 from tiers.crew import Job
 from tiers.direct import RecordFile
@@ -25,7 +25,7 @@ PIECE_BYTES: Final = 4 << 20
 _MAX_RUN_RECORDS: Final = 256
 
 Seal = Callable[[memoryview | None], tuple[bytes, memoryview]]
-Accept = Callable[[memoryview | None, memoryview], None]
+Accept = Callable[[memoryview | None, memoryview, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,9 @@ class Outgoing:
 class Incoming:
     """A record to be read into `into`.
 
-    `accept(header, stored)` is called once, on any thread, with the header page (None where the disk failed or the file
-    ends before the record does) and the stored bytes: `into` itself, or memory that is gone afterwards.
+    `accept(header, stored, checksum)` is called once, on any thread, with the header page (None where the disk failed
+    or the file ends before the record does), the stored bytes (`into` itself, or memory that is gone afterwards) and
+    the checksum that they have, whatever the header says.
     """
 
     slot: int
@@ -72,15 +73,15 @@ class PieceMover:
             else:
                 yield partial(self._write_run, file, run)
 
-    def read_jobs(self, file: RecordFile, records: Sequence[Incoming]) -> Iterator[Job]:
-        """Yield jobs that read the records and tell each one's `accept`; a fault of the disk is told there."""
-        for run in _runs(sorted(records, key=lambda record: record.slot), file.record_bytes):
+    def read_jobs(self, file: RecordFile, records: Iterable[Incoming]) -> Iterator[Job]:
+        """Yield jobs that read the records, which come in the order of their slots and are drawn as late as possible,
+        and tell each one's `accept`; a fault of the disk is told there."""
+        for run in _runs(records, file.record_bytes):
             if file.record_bytes <= PIECE_BYTES:
                 yield partial(self._read_run, file, run)
             else:
-                starts = _parts(file)
-                whole = _Whole(run[0], len(starts))
-                yield from (partial(self._read_part, file, whole, start) for start in starts)
+                whole = _Whole(run[0], file)
+                yield from (partial(self._read_part, file, whole, start) for start in _parts(file))
 
     # ------------------------------------------------------------ writing
 
@@ -138,11 +139,10 @@ class PieceMover:
                 return
             for index, (record, place, is_straight) in enumerate(zip(run, places, straight, strict=True)):
                 if (index + 1) * file.record_bytes > moved:
-                    record.accept(None, record.into)
-                elif is_straight:
-                    record.accept(place, record.into)
-                else:
-                    record.accept(place[:HEADER_BYTES], place[HEADER_BYTES:][: len(record.into)])
+                    record.accept(None, record.into, 0)
+                    continue
+                stored = record.into if is_straight else place[HEADER_BYTES:][: len(record.into)]
+                record.accept(place[:HEADER_BYTES], stored, checksum(stored))
 
     def _read_part(self, file: RecordFile, whole: "_Whole", start: int) -> None:
         size = min(PIECE_BYTES, file.record_bytes - start)
@@ -161,7 +161,7 @@ class PieceMover:
                     header = bytes(buffer[:in_front])
                 if not is_straight:
                     copy_bytes(payload, buffer[in_front:][: len(payload)])
-        whole.part_ended(header, moved == size)
+        whole.part_ended(start, payload if moved == size else None, header)
 
     def _goes_straight(self, file: RecordFile, view: memoryview) -> bool:
         # Through the page cache it is the kernel that copies, whatever the memory, but not the pad behind the bytes.
@@ -169,30 +169,56 @@ class PieceMover:
 
 
 class _Whole:
-    """A record whose parts are read by several jobs; the last one to end tells."""
+    """A record whose parts are read by several jobs. Its checksum is made of one part after the other, as soon as they
+    are there: of what was just read it takes half as long, and nothing is left to do at the end."""
 
-    def __init__(self, record: Incoming, num_parts: int) -> None:
+    def __init__(self, record: Incoming, file: RecordFile) -> None:
         self.record = record
+        self._record_bytes = file.record_bytes
         self._lock = threading.Lock()
-        self._num_left = num_parts
+        # Parts that have ended, by where they start, and None for what could not be read; without those summed.
+        self._ended: dict[int, memoryview | None] = {}
+        self._next = 0
+        self._is_summing = False
+        self._checksum = Checksum()
         self._header: bytes | None = None
         self._is_broken = False
 
-    def part_ended(self, header: bytes | None, is_read: bool) -> None:
+    def part_ended(self, start: int, payload: memoryview | None, header: bytes | None) -> None:
+        """Take what a part holds of the payload, None where it could not be read; the first one has the header."""
         with self._lock:
-            self._num_left -= 1
+            self._ended[start] = payload
             self._header = self._header or header
-            self._is_broken |= not is_read
-            if self._num_left:
+            if self._is_summing:
+                # Whoever does will come to this one.
                 return
-        header = None if self._is_broken else self._header
-        self.record.accept(None if header is None else memoryview(header), self.record.into)
+            self._is_summing = True
+        while self._sum_next():
+            pass
+
+    def _sum_next(self) -> bool:
+        """Return whether to go on; False also once the record was told."""
+        with self._lock:
+            if self._next not in self._ended:
+                self._is_summing = False
+                return False
+            part = self._ended.pop(self._next)
+            self._next += PIECE_BYTES
+        if part is None:
+            self._is_broken = True
+        else:
+            self._checksum.update(part)
+        if self._next < self._record_bytes:
+            return True
+        header = None if self._is_broken or self._header is None else memoryview(self._header)
+        self.record.accept(header, self.record.into, self._checksum.intdigest())
+        return False
 
 
 _RecordT = TypeVar("_RecordT", Outgoing, Incoming)
 
 
-def _runs(records: list[_RecordT], record_bytes: int) -> Iterator[list[_RecordT]]:
+def _runs(records: Iterable[_RecordT], record_bytes: int) -> Iterator[list[_RecordT]]:
     """Split records that are sorted by slot into runs of adjacent slots that make one piece."""
     longest = max(1, min(_MAX_RUN_RECORDS, PIECE_BYTES // record_bytes))
     run: list[_RecordT] = []

@@ -5,7 +5,7 @@ Covers: the bytes of one batch and whether they are right. Does not cover: what 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.block import BlockMeta
@@ -47,19 +47,17 @@ class BlockReader:
         findings = Findings([Outcome.MISS] * len(blocks))
         # Until the bytes were copied, nothing else is written to these slots.
         with self._segments.reading():
-            by_segment: defaultdict[int, list[Incoming]] = defaultdict(list)
-            for number, entry in enumerate(index.get([meta.key for meta in blocks])):
+            by_segment: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+            entries = index.get([meta.key for meta in blocks])
+            for number, entry in enumerate(entries):
                 if entry is None:
                     continue
                 if entry.meta != blocks[number]:
                     findings.outcomes[number] = self._corrupt(entry, "the index names another block")
                     findings.broken.append(entry)
-                    continue
-                by_segment[entry.place.segment].append(self._incoming(findings, number, entry, into[number]))
-            jobs: list[Job] = []
-            for segment, incoming in by_segment.items():
-                jobs += self._mover.read_jobs(self._file(segment), incoming)
-            self._crew.run(jobs)
+                else:
+                    by_segment[entry.place.segment].append((entry.place.slot, number))
+            self._crew.run(self._jobs(findings, by_segment, entries, into))
         return findings
 
     def _file(self, number: int) -> RecordFile:
@@ -69,9 +67,24 @@ class BlockReader:
             # Every segment that the index named at the start was there, and none with a block in it goes.
             raise DamagedEnvironment(f"the SSD index names segment {number}, which there is not") from None
 
+    def _jobs(
+        self,
+        findings: Findings,
+        by_segment: Mapping[int, list[tuple[int, int]]],
+        entries: Sequence[IndexEntry | None],
+        into: Sequence[memoryview],
+    ) -> Iterator[Job]:
+        for segment, places in by_segment.items():
+            records = (
+                self._incoming(findings, number, entry, into[number])
+                for _, number in sorted(places)
+                if (entry := entries[number]) is not None
+            )
+            yield from self._mover.read_jobs(self._file(segment), records)
+
     def _incoming(self, findings: Findings, number: int, entry: IndexEntry, into: memoryview) -> Incoming:
-        def accept(header: memoryview | None, stored: memoryview) -> None:
-            outcome = self._verified(entry, header, stored, into)
+        def accept(header: memoryview | None, stored: memoryview, checksum: int) -> None:
+            outcome = self._verified(entry, header, stored, checksum, into)
             findings.outcomes[number] = outcome
             if outcome is Outcome.MISS:
                 findings.locked.append(entry)
@@ -80,11 +93,13 @@ class BlockReader:
 
         return Incoming(entry.place.slot, into, accept)
 
-    def _verified(self, entry: IndexEntry, header: memoryview | None, stored: memoryview, into: memoryview) -> Outcome:
+    def _verified(
+        self, entry: IndexEntry, header: memoryview | None, stored: memoryview, checksum: int, into: memoryview
+    ) -> Outcome:
         if header is None:
             return self._corrupt(entry, "the disk did not give it back")
         try:
-            if self._codec.open(entry.meta, header, stored, into).checksum != entry.checksum:
+            if self._codec.open(entry.meta, header, stored, into, checksum).checksum != entry.checksum:
                 raise CorruptBlock("the slot holds an older copy of the block")
         except CorruptBlock as error:
             return self._corrupt(entry, error)

@@ -86,6 +86,10 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+Checksum: Final = xxhash.xxh3_64
+"""The same of bytes that come in parts: `update(part)` for one after the other, then `intdigest()`."""
+
+
 def associated_data(header: Header) -> bytes:
     """Return what a cipher must authenticate with the payload, so that no record can pass for another one."""
     meta, sealing = header.meta, header.sealing

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.block import HEADER_BYTES
+from kvstore.core.block import HEADER_BYTES, checksum
 from tiers.aligned import AlignedBuffers, is_aligned
 from tiers.crew import Crew
 from tiers.direct import RecordFile, record_size
@@ -49,13 +49,14 @@ def read(
     found: dict[int, tuple[bytes, bytes] | None] = {}
 
     def incoming(slot: int) -> Incoming:
-        def accept(header: memoryview | None, stored: memoryview) -> None:
+        def accept(header: memoryview | None, stored: memoryview, stored_checksum: int) -> None:
             assert slot not in found
             found[slot] = None if header is None else (bytes(header), bytes(stored))
+            assert header is None or stored_checksum == checksum(stored)
 
         return Incoming(slot, memory(num_bytes), accept)
 
-    crew.run(list(mover.read_jobs(file, [incoming(slot) for slot in slots])))
+    crew.run(mover.read_jobs(file, [incoming(slot) for slot in sorted(slots)]))
     return found
 
 
