@@ -104,7 +104,7 @@ class SsdConfig(Section, frozen=True, kw_only=True):
     admission: AdmissionPolicyName = "always"
     write_budget_bytes: AnySize = field(name="write_budget", default=0)
     segment_bytes: Size = 256 * MIB
-    threads: Threads = 4
+    threads: Threads = 6
 
 
 class S3Config(Section, frozen=True, kw_only=True):

@@ -65,8 +65,9 @@ class _Call:
             self._changed.wait_for(lambda: self._num_running == 0)
             # A helper that comes late must not keep what the jobs hold.
             self._jobs = iter(())
-            if self._faults:
-                raise self._faults[0]
+            faults, self._faults = self._faults, []
+            if faults:
+                raise faults[0]
 
     def _begin(self) -> Job | None:
         with self._changed:

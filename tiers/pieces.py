@@ -170,7 +170,7 @@ class PieceMover:
 
 class _Whole:
     """A record whose parts are read by several jobs. Its checksum is made of one part after the other, as soon as they
-    are there: of what was just read it takes half as long, and nothing is left to do at the end."""
+    are there, while others are still on their way; so at the end little is left to do."""
 
     def __init__(self, record: Incoming, file: RecordFile) -> None:
         self.record = record

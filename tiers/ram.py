@@ -21,9 +21,9 @@ from kvstore.core.block import BlockMeta
 from kvstore.core.index import KeyIndex
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome, TierKind
-from tiers.aligned import copy_bytes
 from tiers.base import RecoveredBatch, Usage
 from tiers.batch import check_lengths
+from tiers.copying import Copier
 from tiers.region import Region
 from tiers.slots import Cells, SlotAllocator
 
@@ -53,6 +53,7 @@ class RamTier:
         self._offsets = array("Q")
         self._payload_bytes = array("Q")
         self._identities = array("q")
+        self._copier = Copier()
         self._faults: dict[str, int] = {}
 
     @property
@@ -137,11 +138,28 @@ class RamTier:
 
     def read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
         check_lengths(blocks, into)
-        return [self._read_one(meta, view) for meta, view in zip(blocks, into, strict=True)]
+        with self._lock:
+            slots = [self._slot_to_read(meta) for meta in blocks]
+        found = [(view, slot) for view, slot in zip(into, slots, strict=True) if isinstance(slot, SlotRef)]
+        self._copier.copy_all([view for view, _ in found], [self._view(slot) for _, slot in found])
+        # Deleted while it was copied: the bytes may be another block's by now.
+        return [self._is_still_there(slot) if isinstance(slot, SlotRef) else slot for slot in slots]
 
     def write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
         check_lengths(blocks, payloads)
-        return [self._write_one(meta, payload) for meta, payload in zip(blocks, payloads, strict=True)]
+        with self._lock:
+            slots = [self._slot_to_write(meta) for meta in blocks]
+        given = [(slot, payload) for slot, payload in zip(slots, payloads, strict=True) if isinstance(slot, SlotRef)]
+        reserved = [meta.key for meta, slot in zip(blocks, slots, strict=True) if isinstance(slot, SlotRef)]
+        try:
+            self._copier.copy_all([self._view(slot) for slot, _ in given], [payload for _, payload in given])
+        except BaseException:
+            for key in reserved:
+                self.abandon(key)
+            raise
+        for key in reserved:
+            self.publish(key)
+        return [Outcome.OK if isinstance(slot, SlotRef) else slot for slot in slots]
 
     def delete(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """As `Tier.delete`; a block that is only reserved answers MISS and keeps its slot."""
@@ -184,30 +202,26 @@ class RamTier:
 
     # ------------------------------------------------------------ helpers
 
-    def _read_one(self, meta: BlockMeta, view: memoryview) -> Outcome:
-        with self._lock:
-            row = self._ready(meta.key)
-            if row < 0:
-                return Outcome.MISS
-            if self._payload_bytes[row] != meta.payload_bytes or self._identities[row] != _identity(meta):
-                self._free(row)
-                self._faults["corrupt"] = self._faults.get("corrupt", 0) + 1
-                return Outcome.CORRUPT
-            slot = self._ref(row)
-        copy_bytes(view, self._region.view(slot.offset, slot.num_bytes))
-        # Deleted while it was copied: the bytes may be another block's by now.
-        return Outcome.OK if self._region.generation(slot.offset) == slot.generation else Outcome.MISS
+    def _slot_to_read(self, meta: BlockMeta) -> SlotRef | Outcome:
+        row = self._ready(meta.key)
+        if row < 0:
+            return Outcome.MISS
+        if self._payload_bytes[row] != meta.payload_bytes or self._identities[row] != _identity(meta):
+            self._free(row)
+            self._faults["corrupt"] = self._faults.get("corrupt", 0) + 1
+            return Outcome.CORRUPT
+        return self._ref(row)
 
-    def _write_one(self, meta: BlockMeta, payload: memoryview) -> Outcome:
-        with self._lock:
-            if self._index.find(meta.key) >= 0:
-                return Outcome.EXISTS
-            slot = self._reserve(meta)
-        if slot is None:
-            return Outcome.FULL
-        copy_bytes(self._region.view(slot.offset, slot.num_bytes), payload)
-        self.publish(meta.key)
-        return Outcome.OK
+    def _slot_to_write(self, meta: BlockMeta) -> SlotRef | Outcome:
+        if self._index.find(meta.key) >= 0:
+            return Outcome.EXISTS
+        return self._reserve(meta) or Outcome.FULL
+
+    def _view(self, slot: SlotRef) -> memoryview:
+        return self._region.view(slot.offset, slot.num_bytes)
+
+    def _is_still_there(self, slot: SlotRef) -> Outcome:
+        return Outcome.OK if self._region.generation(slot.offset) == slot.generation else Outcome.MISS
 
     def _reserve(self, meta: BlockMeta) -> SlotRef | None:
         offset = self._slots.allocate(meta.payload_bytes)

@@ -156,7 +156,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-bytes", type=int, action="append", help="default: 2 MiB and 32 MiB")
     parser.add_argument("--blocks", type=int, help="blocks per round; default: 64 of 2 MiB, 8 of 32 MiB")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=4, help="readers of the disk, on all sides")
+    parser.add_argument("--threads", type=int, default=6, help="readers of the disk, on all sides")
     parser.add_argument("--lookup-tokens", type=int, default=_LOOKUP_TOKENS)
     parser.add_argument("--pause-s", type=float, default=0.0, help="quiet before each lookup and each round trip")
     parser.add_argument("--only", default="", help="these peers alone: lmcache, redis, files")

@@ -32,7 +32,7 @@ class BenchSettings:
     sizes: tuple[Sizes, ...]
     rounds: int = 7
     parts: tuple[str, ...] = PARTS
-    ssd_threads: int = 4
+    ssd_threads: int = 6
     s3_threads: int = 8
     churn_bytes: int = 512 * MIB
     lookup_tokens: int = 131_072

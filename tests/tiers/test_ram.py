@@ -8,6 +8,7 @@ import pytest
 from kvstore.core.block import BlockMeta
 from kvstore.core.key import BlockKey
 from kvstore.core.outcome import Outcome
+from tiers.copying import Copier
 from tiers.ram import RamTier
 from tiers.region import Region
 
@@ -96,3 +97,25 @@ def test_usage_counts_reserved_slots(tier: RamTier) -> None:
     tier.reserve(block(1))
     usage = tier.usage()
     assert (usage.blocks, usage.used_bytes, usage.capacity_bytes) == (1, SIZE, 4 * SIZE)
+
+
+def test_a_copy_that_fails_gives_its_slots_back(tier: RamTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads = [memoryview(bytes([number]) * SIZE) for number in (1, 2)]
+
+    def fail(_: object, into: object, sources: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Copier, "copy_all", fail)
+        with pytest.raises(MemoryError):
+            tier.write([block(1), block(2)], payloads)
+    assert tier.usage().used_bytes == 0
+    assert tier.write([block(1), block(2)], payloads) == [Outcome.OK, Outcome.OK]
+
+
+def test_the_same_block_twice_in_a_batch_is_stored_once(tier: RamTier) -> None:
+    payloads = [memoryview(bytes([number]) * SIZE) for number in (1, 2)]
+    assert tier.write([block(1), block(1)], payloads) == [Outcome.OK, Outcome.EXISTS]
+    into = memoryview(bytearray(SIZE))
+    assert tier.read([block(1)], [into]) == [Outcome.OK]
+    assert into == payloads[0]
