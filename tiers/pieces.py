@@ -16,11 +16,14 @@ from typing import Final, TypeVar
 
 from kvstore.core.block import HEADER_BYTES, Checksum, checksum
 from tiers.aligned import AlignedBuffers, address_of, copy_bytes, is_aligned
-from tiers.crew import Job
+from tiers.crew import Job, Rest
 from tiers.direct import RecordFile
+from tiers.pages import PAGE_BYTES
 
 # Enough for the disk to work on several requests at once, little enough that a batch keeps several threads busy.
 PIECE_BYTES: Final = 4 << 20
+# What needs no buffer comes in longer parts: the disk gets all of a part at once, and waits less often for the next.
+_STRAIGHT_BYTES: Final = (8 << 20) + HEADER_BYTES
 # Well below the kernel's 1024 stretches of memory in one call.
 _MAX_RUN_RECORDS: Final = 256
 
@@ -69,19 +72,21 @@ class PieceMover:
             if file.record_bytes <= PIECE_BYTES:
                 yield partial(self._write_run, file, run)
             elif run[0].is_payload_stored:
-                yield from (partial(self._write_part, file, run[0], start) for start in _parts(file))
+                yield from (partial(self._write_part, file, run[0], part) for part in _parts(file, PIECE_BYTES))
             else:
                 yield partial(self._write_run, file, run)
 
     def read_jobs(self, file: RecordFile, records: Iterable[Incoming]) -> Iterator[Job]:
         """Yield jobs that read the records, which come in the order of their slots and are drawn as late as possible,
-        and tell each one's `accept`; a fault of the disk is told there."""
+        and tell each one's `accept`; a fault of the disk is told there. Where nothing has to be copied they leave the
+        checksum, and telling, for later."""
         for run in _runs(records, file.record_bytes):
             if file.record_bytes <= PIECE_BYTES:
                 yield partial(self._read_run, file, run)
             else:
                 whole = _Whole(run[0], file)
-                yield from (partial(self._read_part, file, whole, start) for start in _parts(file))
+                longest = _STRAIGHT_BYTES if self._goes_straight(file, run[0].into) else PIECE_BYTES
+                yield from (partial(self._read_part, file, whole, part) for part in _parts(file, longest))
 
     # ------------------------------------------------------------ writing
 
@@ -101,13 +106,12 @@ class PieceMover:
                     _put(place[HEADER_BYTES:], stored)
             file.write(vector, run[0].slot * file.record_bytes)
 
-    def _write_part(self, file: RecordFile, record: Outgoing, start: int) -> None:
-        """Write the bytes of the record from `start` on; the first part waits for the checksum of all of them."""
-        size = min(PIECE_BYTES, file.record_bytes - start)
-        in_front = HEADER_BYTES if start == 0 else 0
-        payload = record.payload[max(0, start - HEADER_BYTES) : start - HEADER_BYTES + size]
+    def _write_part(self, file: RecordFile, record: Outgoing, part: range) -> None:
+        """Write these bytes of the record; the first part waits for the checksum of all of them."""
+        in_front = HEADER_BYTES if part.start == 0 else 0
+        payload = _of_payload(record.payload, part)
         is_straight = self._goes_straight(file, payload)
-        with self._buffers.borrow(in_front if is_straight else size) as buffer:
+        with self._buffers.borrow(in_front if is_straight else len(part)) as buffer:
             if in_front:
                 buffer[:in_front] = record.seal(None)[0]
             if is_straight:
@@ -115,11 +119,11 @@ class PieceMover:
             else:
                 _put(buffer[in_front:], payload)
                 vector = [buffer]
-            file.write(vector, record.slot * file.record_bytes + start)
+            file.write(vector, record.slot * file.record_bytes + part.start)
 
     # ------------------------------------------------------------ reading
 
-    def _read_run(self, file: RecordFile, run: Sequence[Incoming]) -> None:
+    def _read_run(self, file: RecordFile, run: Sequence[Incoming]) -> Rest | None:
         body_bytes = file.record_bytes - HEADER_BYTES
         straight = [self._goes_straight(file, record.into) for record in run]
         with self._buffers.borrow(len(run) * file.record_bytes - sum(straight) * body_bytes) as rest:
@@ -135,37 +139,48 @@ class PieceMover:
             if moved < 0 and len(run) > 1:
                 # Alone each, so that one bad sector costs one record.
                 for record in run:
-                    self._read_run(file, [record])
-                return
-            for index, (record, place, is_straight) in enumerate(zip(run, places, straight, strict=True)):
-                if (index + 1) * file.record_bytes > moved:
-                    record.accept(None, record.into, 0)
-                    continue
-                stored = record.into if is_straight else place[HEADER_BYTES:][: len(record.into)]
-                record.accept(place[:HEADER_BYTES], stored, checksum(stored))
+                    if (tell := self._read_run(file, [record])) is not None:
+                        tell()
+                return None
+            num_whole = max(0, moved) // file.record_bytes
+            for record in run[num_whole:]:
+                record.accept(None, record.into, 0)
+            arrived = [
+                (record, place[:HEADER_BYTES], record.into if is_straight else place[HEADER_BYTES:][: len(record.into)])
+                for record, place, is_straight in zip(run[:num_whole], places, straight, strict=False)
+            ]
+            if all(straight):
+                # The buffer is gone by then.
+                return partial(_tell, [(record, memoryview(bytes(header)), into) for record, header, into in arrived])
+            _tell(arrived)
+            return None
 
-    def _read_part(self, file: RecordFile, whole: "_Whole", start: int) -> None:
-        size = min(PIECE_BYTES, file.record_bytes - start)
-        in_front = HEADER_BYTES if start == 0 else 0
-        payload = whole.record.into[max(0, start - HEADER_BYTES) : start - HEADER_BYTES + size]
+    def _read_part(self, file: RecordFile, whole: "_Whole", part: range) -> Rest:
+        in_front = HEADER_BYTES if part.start == 0 else 0
+        payload = _of_payload(whole.record.into, part)
         is_straight = self._goes_straight(file, payload)
         header = None
-        with self._buffers.borrow(in_front if is_straight else size) as buffer:
+        with self._buffers.borrow(in_front if is_straight else len(part)) as buffer:
             vector = [buffer] if not is_straight else [buffer, payload] if in_front else [payload]
             try:
-                moved = file.read(vector, whole.record.slot * file.record_bytes + start)
+                moved = file.read(vector, whole.record.slot * file.record_bytes + part.start)
             except OSError:
                 moved = -1
-            if moved == size:
+            if moved == len(part):
                 if in_front:
                     header = bytes(buffer[:in_front])
                 if not is_straight:
                     copy_bytes(payload, buffer[in_front:][: len(payload)])
-        whole.part_ended(start, payload if moved == size else None, header)
+        return partial(whole.part_ended, part, payload if moved == len(part) else None, header)
 
     def _goes_straight(self, file: RecordFile, view: memoryview) -> bool:
         # Through the page cache it is the kernel that copies, whatever the memory, but not the pad behind the bytes.
         return (self._is_straight or not file.is_direct) and is_aligned(view)
+
+
+def _tell(arrived: Sequence[tuple[Incoming, memoryview, memoryview]]) -> None:
+    for record, header, stored in arrived:
+        record.accept(header, stored, checksum(stored))
 
 
 class _Whole:
@@ -176,18 +191,18 @@ class _Whole:
         self.record = record
         self._record_bytes = file.record_bytes
         self._lock = threading.Lock()
-        # Parts that have ended, by where they start, and None for what could not be read; without those summed.
-        self._ended: dict[int, memoryview | None] = {}
+        # Parts that have ended, by where they start, with None for what could not be read; without those summed.
+        self._ended: dict[int, tuple[range, memoryview | None]] = {}
         self._next = 0
         self._is_summing = False
         self._checksum = Checksum()
         self._header: bytes | None = None
         self._is_broken = False
 
-    def part_ended(self, start: int, payload: memoryview | None, header: bytes | None) -> None:
+    def part_ended(self, part: range, payload: memoryview | None, header: bytes | None) -> None:
         """Take what a part holds of the payload, None where it could not be read; the first one has the header."""
         with self._lock:
-            self._ended[start] = payload
+            self._ended[part.start] = part, payload
             self._header = self._header or header
             if self._is_summing:
                 # Whoever does will come to this one.
@@ -202,12 +217,12 @@ class _Whole:
             if self._next not in self._ended:
                 self._is_summing = False
                 return False
-            part = self._ended.pop(self._next)
-            self._next += PIECE_BYTES
-        if part is None:
+            part, payload = self._ended.pop(self._next)
+            self._next = part.stop
+        if payload is None:
             self._is_broken = True
         else:
-            self._checksum.update(part)
+            self._checksum.update(payload)
         if self._next < self._record_bytes:
             return True
         header = None if self._is_broken or self._header is None else memoryview(self._header)
@@ -231,8 +246,17 @@ def _runs(records: Iterable[_RecordT], record_bytes: int) -> Iterator[list[_Reco
         yield run
 
 
-def _parts(file: RecordFile) -> range:
-    return range(0, file.record_bytes, PIECE_BYTES)
+def _parts(file: RecordFile, max_bytes: int) -> Iterator[range]:
+    """Yield which bytes of a record make which part: whole pages, alike but for the last."""
+    num_pages = -(-file.record_bytes // PAGE_BYTES)
+    num_parts = -(-file.record_bytes // max_bytes)
+    part_bytes = -(-num_pages // num_parts) * PAGE_BYTES
+    for start in range(0, file.record_bytes, part_bytes):
+        yield range(start, min(start + part_bytes, file.record_bytes))
+
+
+def _of_payload(payload: memoryview, part: range) -> memoryview:
+    return payload[max(0, part.start - HEADER_BYTES) : part.stop - HEADER_BYTES]
 
 
 def _cut(buffer: memoryview, num_bytes: int) -> tuple[memoryview, memoryview]:
