@@ -11,10 +11,10 @@ from typing import Final
 from tiers.aligned import copy_bytes
 from tiers.crew import Crew, Job
 
-# A CPU copies as much in a millisecond, and another one is at work in a tenth of that.
-_SHARED_BYTES: Final = 16 << 20
-# Small, so that whoever is the faster one at that moment does more of it.
-_PIECE_BYTES: Final = 2 << 20
+# A CPU copies as much in two milliseconds, and another one is at work in a twentieth of that.
+_SHARED_BYTES: Final = 32 << 20
+# Shorter ones are copied more slowly, by up to a tenth.
+_PIECE_BYTES: Final = 16 << 20
 # Beyond it the memory is the limit, and somebody else may want the CPUs.
 _MAX_CPUS: Final = 4
 
