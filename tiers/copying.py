@@ -4,7 +4,7 @@ Does not cover: copies between a slot and the engine's paged pool (tiers/hbm.py)
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Final
 
@@ -13,8 +13,9 @@ from tiers.crew import Crew, Job
 
 # A CPU copies as much in two milliseconds, and another one is at work in a twentieth of that.
 _SHARED_BYTES: Final = 32 << 20
-# Shorter ones are copied more slowly, by up to a tenth.
-_PIECE_BYTES: Final = 16 << 20
+# Shorter pieces are copied more slowly, by up to a tenth, and so are more jobs.
+_SHARE_BYTES: Final = 16 << 20
+_FIRST_SHARE_BYTES: Final = 2 << 20
 # Beyond it the memory is the limit, and somebody else may want the CPUs.
 _MAX_CPUS: Final = 4
 
@@ -26,17 +27,37 @@ class Copier:
         self._num_cpus = min(_MAX_CPUS, len(os.sched_getaffinity(0)))
         self._crew = Crew(max(1, self._num_cpus - 1), "copy")
 
-    def copy_all(self, into: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-        """Copy `sources[i]` to `into[i]`, of the same length; returns when everything is there. Lets other threads of
-        the interpreter run meanwhile."""
-        if self._num_cpus > 1 and sum(map(len, sources)) >= _SHARED_BYTES:
-            self._crew.run(_pieces(into, sources))
-            return
-        for target, source in zip(into, sources, strict=True):
-            copy_bytes(target, source)
+    def copy_all(self, pairs: Iterable[tuple[memoryview, memoryview]], num_bytes: int) -> None:
+        """Copy each pair's second view, at most `num_bytes` in all, to its first, which is as long; returns when
+        everything is there. Lets other threads of the interpreter run meanwhile.
+
+        The pairs are drawn as they are needed, by one thread at a time.
+        """
+        if self._num_cpus > 1 and num_bytes >= _SHARED_BYTES:
+            self._crew.run(_shares(pairs))
+        else:
+            _copy(pairs)
 
 
-def _pieces(into: Sequence[memoryview], sources: Sequence[memoryview]) -> Iterator[Job]:
-    for target, source in zip(into, sources, strict=True):
-        for start in range(0, len(source), _PIECE_BYTES):
-            yield partial(copy_bytes, target[start : start + _PIECE_BYTES], source[start : start + _PIECE_BYTES])
+def _shares(pairs: Iterable[tuple[memoryview, memoryview]]) -> Iterator[Job]:
+    """Yield jobs, each of which copies twice as much as the one before it, so that the first begins at once."""
+    share: list[tuple[memoryview, memoryview]] = []
+    share_bytes, wanted_bytes = 0, _FIRST_SHARE_BYTES
+    for into, source in pairs:
+        start = 0
+        while start < len(source):
+            part = slice(start, start + wanted_bytes)
+            share.append((into[part], source[part]))
+            start += len(source[part])
+            share_bytes += len(source[part])
+            if share_bytes >= wanted_bytes:
+                yield partial(_copy, share)
+                share, share_bytes = [], 0
+                wanted_bytes = min(2 * wanted_bytes, _SHARE_BYTES)
+    if share:
+        yield partial(_copy, share)
+
+
+def _copy(pairs: Iterable[tuple[memoryview, memoryview]]) -> None:
+    for into, source in pairs:
+        copy_bytes(into, source)

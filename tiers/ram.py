@@ -138,28 +138,47 @@ class RamTier:
 
     def read(self, blocks: Sequence[BlockMeta], into: Sequence[memoryview]) -> list[Outcome]:
         check_lengths(blocks, into)
-        with self._lock:
-            slots = [self._slot_to_read(meta) for meta in blocks]
-        found = [(view, slot) for view, slot in zip(into, slots, strict=True) if isinstance(slot, SlotRef)]
-        self._copier.copy_all([view for view, _ in found], [self._view(slot) for _, slot in found])
+        slots: list[SlotRef | Outcome] = []
+
+        def pairs() -> Iterator[tuple[memoryview, memoryview]]:
+            for meta, view in zip(blocks, into, strict=True):
+                with self._lock:
+                    slot = self._slot_to_read(meta)
+                slots.append(slot)
+                if isinstance(slot, SlotRef):
+                    yield view, self._region.view(slot.offset, slot.num_bytes)
+
+        self._copier.copy_all(pairs(), sum(map(len, into)))
         # Deleted while it was copied: the bytes may be another block's by now.
         return [self._is_still_there(slot) if isinstance(slot, SlotRef) else slot for slot in slots]
 
     def write(self, blocks: Sequence[BlockMeta], payloads: Sequence[memoryview]) -> list[Outcome]:
         check_lengths(blocks, payloads)
-        with self._lock:
-            slots = [self._slot_to_write(meta) for meta in blocks]
-        given = [(slot, payload) for slot, payload in zip(slots, payloads, strict=True) if isinstance(slot, SlotRef)]
-        reserved = [meta.key for meta, slot in zip(blocks, slots, strict=True) if isinstance(slot, SlotRef)]
+        outcomes: list[Outcome] = []
+        rows: list[int] = []
+
+        def pairs() -> Iterator[tuple[memoryview, memoryview]]:
+            for meta, payload in zip(blocks, payloads, strict=True):
+                with self._lock:
+                    is_there = self._index.find(meta.key) >= 0
+                    slot = None if is_there else self._reserve(meta)
+                    if slot is not None:
+                        rows.append(self._slots.tag_of(slot.offset))
+                outcomes.append(Outcome.EXISTS if is_there else Outcome.FULL if slot is None else Outcome.OK)
+                if slot is not None:
+                    yield self._region.view(slot.offset, slot.num_bytes), payload
+
         try:
-            self._copier.copy_all([self._view(slot) for slot, _ in given], [payload for _, payload in given])
+            self._copier.copy_all(pairs(), sum(map(len, payloads)))
         except BaseException:
-            for key in reserved:
-                self.abandon(key)
+            with self._lock:
+                for row in rows:
+                    self._free(row)
             raise
-        for key in reserved:
-            self.publish(key)
-        return [Outcome.OK if isinstance(slot, SlotRef) else slot for slot in slots]
+        with self._lock:
+            for row in rows:
+                self._states[row] = _READY
+        return outcomes
 
     def delete(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """As `Tier.delete`; a block that is only reserved answers MISS and keeps its slot."""
@@ -211,14 +230,6 @@ class RamTier:
             self._faults["corrupt"] = self._faults.get("corrupt", 0) + 1
             return Outcome.CORRUPT
         return self._ref(row)
-
-    def _slot_to_write(self, meta: BlockMeta) -> SlotRef | Outcome:
-        if self._index.find(meta.key) >= 0:
-            return Outcome.EXISTS
-        return self._reserve(meta) or Outcome.FULL
-
-    def _view(self, slot: SlotRef) -> memoryview:
-        return self._region.view(slot.offset, slot.num_bytes)
 
     def _is_still_there(self, slot: SlotRef) -> Outcome:
         return Outcome.OK if self._region.generation(slot.offset) == slot.generation else Outcome.MISS

@@ -12,7 +12,7 @@ from tiers.copying import Copier
 
 @pytest.fixture
 def copied_by(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """By thread, how many bytes it copied. Three CPUs, pieces of 8 bytes, and 16 are enough for several threads."""
+    """By thread, how many bytes it copied. Three CPUs, shares of 4 and 8 bytes, and 16 are enough for several threads."""
     copied: dict[str, int] = {}
 
     def copy(into: memoryview, source: memoryview) -> None:
@@ -23,7 +23,8 @@ def copied_by(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(copying, "copy_bytes", copy)
     monkeypatch.setattr(copying, "_SHARED_BYTES", 16)
-    monkeypatch.setattr(copying, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(copying, "_SHARE_BYTES", 8)
+    monkeypatch.setattr(copying, "_FIRST_SHARE_BYTES", 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7})
     return copied
 
@@ -33,7 +34,7 @@ def test_every_byte_arrives_in_its_place(seed: int, copied_by: dict[str, int]) -
     choice = random.Random(seed)
     sources = [memoryview(choice.randbytes(choice.randrange(1, 40))) for _ in range(choice.randrange(12))]
     into = [memoryview(bytearray(len(source))) for source in sources]
-    Copier().copy_all(into, sources)
+    Copier().copy_all(zip(into, sources, strict=True), sum(map(len, sources)))
     assert [bytes(view) for view in into] == [bytes(view) for view in sources]
     assert sum(copied_by.values()) == sum(map(len, sources)), "every byte once"
 
@@ -42,10 +43,11 @@ def test_as_many_threads_as_there_are_cpus_copy_a_large_batch(monkeypatch: pytes
     at_work = threading.Barrier(3, timeout=60)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7})
     monkeypatch.setattr(copying, "_SHARED_BYTES", 24)
-    monkeypatch.setattr(copying, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(copying, "_SHARE_BYTES", 8)
+    monkeypatch.setattr(copying, "_FIRST_SHARE_BYTES", 8)
     # It would break unless three copied at the same time.
     monkeypatch.setattr(copying, "copy_bytes", lambda *_: void(at_work.wait()))
-    Copier().copy_all([memoryview(bytearray(24))], [memoryview(bytes(24))])
+    Copier().copy_all([(memoryview(bytearray(24)), memoryview(bytes(24)))], 24)
 
 
 def void(_: object) -> None:
@@ -57,7 +59,7 @@ def test_the_caller_copies_alone(
     cpus: set[int], num_bytes: int, copied_by: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus)
-    Copier().copy_all([memoryview(bytearray(num_bytes))], [memoryview(bytes(num_bytes))])
+    Copier().copy_all([(memoryview(bytearray(num_bytes)), memoryview(bytes(num_bytes)))], num_bytes)
     assert copied_by == {threading.current_thread().name: num_bytes}
 
 
@@ -71,4 +73,4 @@ def test_a_fault_in_another_thread_is_not_lost(copied_by: dict[str, int], monkey
 
     monkeypatch.setattr(copying, "copy_bytes", copy)
     with pytest.raises(MemoryError):
-        Copier().copy_all([memoryview(bytearray(16))], [memoryview(bytes(16))])
+        Copier().copy_all([(memoryview(bytearray(16)), memoryview(bytes(16)))], 16)

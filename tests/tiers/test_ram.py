@@ -102,7 +102,8 @@ def test_usage_counts_reserved_slots(tier: RamTier) -> None:
 def test_a_copy_that_fails_gives_its_slots_back(tier: RamTier, monkeypatch: pytest.MonkeyPatch) -> None:
     payloads = [memoryview(bytes([number]) * SIZE) for number in (1, 2)]
 
-    def fail(_: object, into: object, sources: object) -> None:
+    def fail(_: object, pairs: Iterator[object], num_bytes: int) -> None:
+        next(pairs)
         raise MemoryError
 
     with monkeypatch.context() as broken:
