@@ -12,7 +12,7 @@ from tiers.copying import Copier
 
 @pytest.fixture
 def copied_by(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """By thread, how many bytes it copied. Three CPUs, shares of 4 and 8 bytes, and 16 are enough for several threads."""
+    """By thread, how many bytes it copied. Three CPUs, shares of 4 and 8 bytes; 16 are enough for several threads."""
     copied: dict[str, int] = {}
 
     def copy(into: memoryview, source: memoryview) -> None:
