@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +12,10 @@ from pathlib import Path
 from kvstore.core.errors import ConfigError
 
 _RETRY_S = 0.05
+# A predecessor that ends is mostly gone by then.
+_SILENT_S = 1.0
 _LOCK_NAME = "lock"
+_logger = logging.getLogger("kvstore.tiers.dirlock")
 
 
 def own_folder(path: Path) -> None:
@@ -44,12 +49,16 @@ class FolderLock:
         Raises ConfigError, naming the holder, where it is held beyond that.
         """
         self._descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        told_at = clock() + _SILENT_S
         deadline = clock() + wait_s
         while not self._try_lock():
             if clock() >= deadline:
-                holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
+                holder = self._holder()
                 self.release()
-                raise ConfigError(f"{folder} is in use by {holder or 'another process'}; stop it or use another folder")
+                raise ConfigError(f"{folder} is in use by {holder}; stop it or use another folder")
+            if clock() >= told_at:
+                told_at = math.inf
+                _logger.warning("%s is in use by %s; waiting up to %.0f s for its end", folder, self._holder(), wait_s)
             sleep(_RETRY_S)
         # A word for whoever is refused; on a full disk they go without.
         with contextlib.suppress(OSError):
@@ -61,6 +70,9 @@ class FolderLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _holder(self) -> str:
+        return os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
 
     def _try_lock(self) -> bool:
         try:

@@ -1,6 +1,7 @@
 """Whose a folder is: taking it, and what is refused."""
 
 import errno
+import logging
 import os
 import stat
 from pathlib import Path
@@ -56,3 +57,22 @@ def test_a_full_disk_does_not_keep_the_lock_from_being_taken(tmp_path: Path, mon
     with pytest.raises(ConfigError, match="another process"):
         FolderLock(tmp_path, wait_s=0)
     lock.release()
+
+
+def test_whoever_waits_says_once_for_whom(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        if now_s < 1.0:
+            assert not caplog.records
+        if now_s > 5.0:
+            holder.release()
+
+    holder = FolderLock(tmp_path, wait_s=0)
+    with caplog.at_level(logging.WARNING, logger="kvstore.tiers.dirlock"):
+        FolderLock(tmp_path, wait_s=10.0, clock=lambda: now_s, sleep=sleep).release()
+    (record,) = caplog.records
+    assert f"in use by process {os.getpid()} on" in record.getMessage()
+    assert "up to 10 s" in record.getMessage()
