@@ -87,8 +87,8 @@ class Codec:
         """Put the payload of the block `meta` into `into`, and return what its header says.
 
         `stored` may be `into` itself where the codec is RAW: then nothing is copied. `stored_checksum` is that of
-        `stored` where the caller has made it. Raises CorruptBlock, saying what
-        differs, or WrongKey; the content of `into` is then undefined.
+        `stored` where the caller has made it. Raises CorruptBlock, saying what differs, or WrongKey; the content of
+        `into` is then undefined.
         """
         found = decode_header(header)
         if found.meta != meta:

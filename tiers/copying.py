@@ -21,7 +21,7 @@ _MAX_CPUS: Final = 4
 
 
 class Copier:
-    """Thread-safe. Its threads begin with the first large batch and end with it."""
+    """Thread-safe. Its threads begin with the first large batch."""
 
     def __init__(self) -> None:
         self._num_cpus = min(_MAX_CPUS, len(os.sched_getaffinity(0)))
@@ -38,9 +38,13 @@ class Copier:
         else:
             _copy(pairs)
 
+    def close(self) -> None:
+        """Idempotent. No call may be running."""
+        self._crew.close()
+
 
 def _shares(pairs: Iterable[tuple[memoryview, memoryview]]) -> Iterator[Job]:
-    """Yield jobs, each of which copies twice as much as the one before it, so that the first begins at once."""
+    """Yield jobs that copy more and more, so that the first begins at once; whole views where they are not longer."""
     share: list[tuple[memoryview, memoryview]] = []
     share_bytes, wanted_bytes = 0, _FIRST_SHARE_BYTES
     for into, source in pairs:

@@ -2,30 +2,37 @@
 
 A disk works on several requests at once, and what the processor does to one piece (checksum, copy, cipher) fits in
 while others are under way. It must not wait for its next request meanwhile: jobs are prepared before they can begin,
-and what a job returns to be done later is put off while fewer than five jobs are running.
+and what a job returns to be done later is put off while fewer than five jobs are running and more can begin.
 """
 
-import contextlib
+import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
 Rest = Callable[[], None]
 Job = Callable[[], Rest | None]
 
-# As many wait, prepared, for one of them to end.
 _MOST_RUNNING: Final = 5
 
 
 class Crew:
-    """Thread-safe: calls share the threads, and each goes on in its caller's thread where all are busy."""
+    """Thread-safe: calls share the threads, and each goes on in its caller's thread where all are busy. The threads
+    begin when they are first needed and end with `close`, or with the crew."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self._threads = threads
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        # Of those helpers that were started; each takes one call at a time and carries out what there is to do.
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._helpers = [
+            threading.Thread(target=_help, args=(self._calls,), name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        self._num_started = 0
+        self._lock = threading.Lock()
+        self._dismiss = weakref.finalize(self, _dismiss, self._calls, threads)
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Carry out all jobs, and what they return, in no particular order; blocks until nothing is running. Raises
@@ -35,19 +42,42 @@ class Crew:
         drawing raises counts as raised by a job.
         """
         call = _Call(iter(jobs))
-        # Where no thread can be started, those there are do it. One that comes late finds nothing to do.
-        with contextlib.suppress(RuntimeError):
-            for number in range(self._threads + 1):
-                if not call.draw():
-                    break
-                if number:
-                    self._executor.submit(call.work)
+        for number in range(len(self._helpers) + 1):
+            if not call.draw():
+                break
+            if number and self._start(number):
+                # A helper that comes late finds nothing to do.
+                self._calls.put(call)
         call.work()
         call.wait()
 
     def close(self) -> None:
-        """Idempotent. No call may be running."""
-        self._executor.shutdown()
+        """Wait until all threads have ended. Idempotent; no call may be running or come."""
+        self._dismiss()
+        for helper in self._helpers[: self._num_started]:
+            helper.join()
+
+    def _start(self, count: int) -> bool:
+        """Have at least so many helpers; return False where no more thread can be started: those there are do it."""
+        with self._lock:
+            while self._num_started < count:
+                try:
+                    self._helpers[self._num_started].start()
+                except RuntimeError:
+                    return False
+                self._num_started += 1
+        return True
+
+
+def _help(calls: "queue.SimpleQueue[_Call | None]") -> None:
+    while (call := calls.get()) is not None:
+        call.work()
+        del call
+
+
+def _dismiss(calls: "queue.SimpleQueue[_Call | None]", threads: int) -> None:
+    for _ in range(threads):
+        calls.put(None)
 
 
 class _Call:
@@ -105,16 +135,20 @@ class _Call:
         """Wait until there is something to do for the calling thread, and return it; None where nothing will be."""
         with self._changed:
             while not self._faults:
-                if self._ready and (self._num_jobs < _MOST_RUNNING or self._is_exhausted):
+                may_begin = self._num_jobs < _MOST_RUNNING or self._is_exhausted
+                if self._ready and may_begin:
                     self._num_jobs += 1
                     return partial(self._do, self._ready.popleft())
+                may_draw = not self._is_drawing and not self._is_exhausted
+                if not self._ready and may_begin and may_draw:
+                    return self.draw
                 if self._rests:
                     self._num_rests += 1
                     return partial(self._do_rest, self._rests.popleft())
                 if self._is_exhausted:
                     # Whoever carries out a job goes on with what is left of it.
                     return None
-                if not self._is_drawing and len(self._ready) < _MOST_RUNNING:
+                if may_draw and len(self._ready) < _MOST_RUNNING:
                     return self.draw
                 self._changed.wait()
             return None
@@ -152,5 +186,4 @@ class _Call:
             self._changed.notify()
 
     def _has_ended(self) -> bool:
-        is_left = (self._ready or self._rests) and not self._faults
-        return not (self._num_jobs or self._num_rests or self._is_drawing or is_left)
+        return not (self._num_jobs or self._num_rests or self._is_drawing or (self._rests and not self._faults))

@@ -1,4 +1,4 @@
-"""Cuts the records of a batch into pieces of at most 4 MiB, which threads move between memory and disk side by side.
+"""Cuts the records of a batch into pieces of 4 or 8 MiB at most, which threads move between memory and disk together.
 
     records of up to 4 MiB    neighbours on the disk share a piece
     longer ones               | header, payload … | payload … | payload … |   each part is a piece
@@ -72,21 +72,23 @@ class PieceMover:
             if file.record_bytes <= PIECE_BYTES:
                 yield partial(self._write_run, file, run)
             elif run[0].is_payload_stored:
-                yield from (partial(self._write_part, file, run[0], part) for part in _parts(file, PIECE_BYTES))
+                yield from (
+                    partial(self._write_part, file, run[0], part) for part in _parts(file.record_bytes, PIECE_BYTES)
+                )
             else:
                 yield partial(self._write_run, file, run)
 
     def read_jobs(self, file: RecordFile, records: Iterable[Incoming]) -> Iterator[Job]:
         """Yield jobs that read the records, which come in the order of their slots and are drawn as late as possible,
-        and tell each one's `accept`; a fault of the disk is told there. Where nothing has to be copied they leave the
-        checksum, and telling, for later."""
+        and tell each one's `accept`; a fault of the disk is told there. What does not need the buffer any more, the
+        checksum and telling, they leave for later."""
         for run in _runs(records, file.record_bytes):
             if file.record_bytes <= PIECE_BYTES:
                 yield partial(self._read_run, file, run)
             else:
-                whole = _Whole(run[0], file)
+                whole = _Whole(run[0], file.record_bytes)
                 longest = _STRAIGHT_BYTES if self._goes_straight(file, run[0].into) else PIECE_BYTES
-                yield from (partial(self._read_part, file, whole, part) for part in _parts(file, longest))
+                yield from (partial(self._read_part, file, whole, part) for part in _parts(file.record_bytes, longest))
 
     # ------------------------------------------------------------ writing
 
@@ -187,9 +189,9 @@ class _Whole:
     """A record whose parts are read by several jobs. Its checksum is made of one part after the other, as soon as they
     are there, while others are still on their way; so at the end little is left to do."""
 
-    def __init__(self, record: Incoming, file: RecordFile) -> None:
+    def __init__(self, record: Incoming, record_bytes: int) -> None:
         self.record = record
-        self._record_bytes = file.record_bytes
+        self._record_bytes = record_bytes
         self._lock = threading.Lock()
         # Parts that have ended, by where they start, with None for what could not be read; without those summed.
         self._ended: dict[int, tuple[range, memoryview | None]] = {}
@@ -208,26 +210,19 @@ class _Whole:
                 # Whoever does will come to this one.
                 return
             self._is_summing = True
-        while self._sum_next():
-            pass
-
-    def _sum_next(self) -> bool:
-        """Return whether to go on; False also once the record was told."""
-        with self._lock:
-            if self._next not in self._ended:
-                self._is_summing = False
-                return False
-            part, payload = self._ended.pop(self._next)
+        while self._next < self._record_bytes:
+            with self._lock:
+                if self._next not in self._ended:
+                    self._is_summing = False
+                    return
+                part, payload = self._ended.pop(self._next)
+            if payload is None:
+                self._is_broken = True
+            else:
+                self._checksum.update(payload)
             self._next = part.stop
-        if payload is None:
-            self._is_broken = True
-        else:
-            self._checksum.update(payload)
-        if self._next < self._record_bytes:
-            return True
-        header = None if self._is_broken or self._header is None else memoryview(self._header)
-        self.record.accept(header, self.record.into, self._checksum.intdigest())
-        return False
+        header = None if self._is_broken else self._header
+        self.record.accept(None if header is None else memoryview(header), self.record.into, self._checksum.intdigest())
 
 
 _RecordT = TypeVar("_RecordT", Outgoing, Incoming)
@@ -246,13 +241,13 @@ def _runs(records: Iterable[_RecordT], record_bytes: int) -> Iterator[list[_Reco
         yield run
 
 
-def _parts(file: RecordFile, max_bytes: int) -> Iterator[range]:
+def _parts(record_bytes: int, max_bytes: int) -> Iterator[range]:
     """Yield which bytes of a record make which part: whole pages, alike but for the last."""
-    num_pages = -(-file.record_bytes // PAGE_BYTES)
-    num_parts = -(-file.record_bytes // max_bytes)
+    num_pages = -(-record_bytes // PAGE_BYTES)
+    num_parts = -(-record_bytes // max_bytes)
     part_bytes = -(-num_pages // num_parts) * PAGE_BYTES
-    for start in range(0, file.record_bytes, part_bytes):
-        yield range(start, min(start + part_bytes, file.record_bytes))
+    for start in range(0, record_bytes, part_bytes):
+        yield range(start, min(start + part_bytes, record_bytes))
 
 
 def _of_payload(payload: memoryview, part: range) -> memoryview:

@@ -79,7 +79,8 @@ class RamTier:
         with self._lock:
             if self._index.find(meta.key) >= 0:
                 raise ValueError(f"block {meta.key.hex()[:12]} has a slot already")
-            return self._reserve(meta)
+            row = self._reserve(meta)
+            return None if row < 0 else self._ref(row)
 
     def publish(self, key: BlockKey) -> None:
         """Make a reserved block visible; its bytes must be complete. Raises KeyError where it is not reserved."""
@@ -161,16 +162,16 @@ class RamTier:
             for meta, payload in zip(blocks, payloads, strict=True):
                 with self._lock:
                     is_there = self._index.find(meta.key) >= 0
-                    slot = None if is_there else self._reserve(meta)
-                    if slot is not None:
-                        rows.append(self._slots.tag_of(slot.offset))
-                outcomes.append(Outcome.EXISTS if is_there else Outcome.FULL if slot is None else Outcome.OK)
-                if slot is not None:
-                    yield self._region.view(slot.offset, slot.num_bytes), payload
+                    row = -1 if is_there else self._reserve(meta)
+                outcomes.append(Outcome.EXISTS if is_there else Outcome.FULL if row < 0 else Outcome.OK)
+                if row >= 0:
+                    rows.append(row)
+                    yield self._region.view(self._offsets[row], meta.payload_bytes), payload
 
         try:
             self._copier.copy_all(pairs(), sum(map(len, payloads)))
-        except BaseException:
+        except Exception:
+            # After an interrupt, which is none, other threads may still be copying to them.
             with self._lock:
                 for row in rows:
                     self._free(row)
@@ -206,7 +207,8 @@ class RamTier:
             return dict(self._faults)
 
     def close(self) -> None:
-        """Does nothing: the region belongs to whoever made it."""
+        """End the threads that copy; the region belongs to whoever made it. Idempotent; no call may be running."""
+        self._copier.close()
 
     def check_integrity(self) -> None:
         """Assert that every slot belongs to exactly one block, which knows it, and that none is lost."""
@@ -234,10 +236,11 @@ class RamTier:
     def _is_still_there(self, slot: SlotRef) -> Outcome:
         return Outcome.OK if self._region.generation(slot.offset) == slot.generation else Outcome.MISS
 
-    def _reserve(self, meta: BlockMeta) -> SlotRef | None:
+    def _reserve(self, meta: BlockMeta) -> int:
+        """Return the row that has a slot now, -1 where there is no room."""
         offset = self._slots.allocate(meta.payload_bytes)
         if offset is None:
-            return None
+            return -1
         row = self._index.add(meta.key)
         if row == len(self._states):
             self._states.append(_FREE)
@@ -248,7 +251,8 @@ class RamTier:
         self._offsets[row] = offset
         self._payload_bytes[row] = meta.payload_bytes
         self._identities[row] = _identity(meta)
-        return SlotRef(offset, self._region.bump(offset), meta.payload_bytes)
+        self._region.bump(offset)
+        return row
 
     def _ref(self, row: int) -> SlotRef:
         offset = self._offsets[row]

@@ -50,8 +50,8 @@ from tiers.ssdscrub import SsdScrub
 from tiers.writer import BlockWriter
 
 _CLOSE_WAIT_S = 30.0
-# Beside the thread that calls. Four requests keep the disk busy; while some threads make checksums, others wait for
-# those: 3 to 8% more than four threads for blocks of 1 to 8 MiB, nothing for 32 MiB, and eight gained no more.
+# Beside the thread that calls: five read, one makes checksums. 3 to 8% more than four threads in all for blocks of 1 to
+# 8 MiB, nothing for 32 MiB, and eight gained no more.
 _IO_THREADS = 5
 _SORTED_AT_ONCE = 8
 _logger = logging.getLogger("kvstore.tiers.ssd")

@@ -54,6 +54,7 @@ class Ours:
         self._region = Region.create(Path(task.shm_dir) / "core", room, _EPOCH, prefault=lambda _done, _total: None)
         self._closing.callback(self._region.unlink)
         self._ram = RamTier(self._region)
+        self._closing.callback(self._ram.close)
         cap = 2 * task.total_bytes + 64 * MIB
         self._ssd = SsdTier(
             Path(task.folder) / "ssd", max_bytes=cap, segment_bytes=cap // 4, huge_slots=self._region.is_huge()

@@ -65,6 +65,7 @@ def test_the_caller_copies_alone(
 
 def test_a_fault_in_another_thread_is_not_lost(copied_by: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     at_work = threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(copying, "_FIRST_SHARE_BYTES", 8)
 
     def copy(_: memoryview, __: memoryview) -> None:
         at_work.wait()

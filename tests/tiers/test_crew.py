@@ -2,15 +2,17 @@
 
 import contextlib
 import gc
+import random
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from tiers.crew import Crew, Job
+from tiers.crew import Crew, Job, Rest
 
 
 @pytest.fixture
@@ -100,20 +102,33 @@ def test_jobs_that_cannot_be_drawn_are_a_fault_like_others(crew: Crew) -> None:
     assert running == []
 
 
-def test_where_no_thread_can_be_started_those_there_are_do_it(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_helpers", [0, 1])
+def test_where_no_more_threads_can_be_started_those_there_are_do_it(
+    num_helpers: int, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = threading.Thread.start
     started: list[threading.Thread] = []
+    refused = threading.Event()
 
-    def refuse(thread: threading.Thread) -> None:
-        if started:
+    def begin(thread: threading.Thread) -> None:
+        if len(started) == num_helpers:
+            refused.set()
             raise RuntimeError("can't start new thread")
         started.append(thread)
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", begin)
     done: list[int] = []
-    crew.run([lambda number=number: done.append(number) for number in range(50)])
+
+    def work(number: int) -> None:
+        assert refused.wait(30)
+        done.append(number)
+
+    crew.run([partial(work, number) for number in range(50)])
     assert sorted(done) == list(range(50))
+    monkeypatch.undo()
+    together = threading.Barrier(4)
+    crew.run([lambda: void(together.wait(30))] * 4)
 
 
 def test_a_helper_that_comes_late_keeps_nothing_of_the_call(crew: Crew) -> None:
@@ -143,3 +158,92 @@ def test_a_helper_that_comes_late_keeps_nothing_of_the_call(crew: Crew) -> None:
         assert kept() is None
         may_end.set()
         busy.result()
+
+
+def test_what_is_left_of_jobs_is_done_before_run_returns(crew: Crew) -> None:
+    choice = random.Random(1)
+    for _ in range(300):
+        done: list[int] = []
+
+        def rest(number: int, done: list[int], wait_s: float) -> None:
+            time.sleep(wait_s)
+            done.append(number)
+
+        def job(number: int, done: list[int], waits_s: tuple[float, float]) -> Rest:
+            time.sleep(waits_s[0])
+            return partial(rest, number, done, waits_s[1])
+
+        waits_s = [(choice.choice([0, 0.0002]), choice.choice([0, 0.0004])) for _ in range(6)]
+        crew.run([partial(job, number, done, both) for number, both in enumerate(waits_s)])
+        assert sorted(done) == list(range(6))
+
+
+def test_what_is_left_waits_while_more_jobs_can_begin() -> None:
+    done: list[str] = []
+
+    def job(number: int) -> Rest:
+        done.append(f"job {number}")
+        return lambda: done.append(f"rest {number}")
+
+    # Without helpers no more than one job runs at once.
+    Crew(0, "alone").run(partial(job, number) for number in range(3))
+    assert done == ["job 0", "job 1", "job 2", "rest 0", "rest 1", "rest 2"]
+
+
+def test_what_is_left_is_done_while_enough_jobs_run() -> None:
+    crew, rest_was_done, lock = Crew(7, "crew"), threading.Event(), threading.Lock()
+    most_running = num_running = 0
+
+    def job(number: int) -> Rest | None:
+        nonlocal most_running, num_running
+        with lock:
+            num_running += 1
+            # The last ones begin all at once.
+            most_running = max(most_running, num_running if number < 80 else 0)
+        if number:
+            # For ever, if only those that run go on: there are more of them than may run at once.
+            assert rest_was_done.wait(30)
+        with lock:
+            num_running -= 1
+        return None if number else rest_was_done.set
+
+    crew.run(partial(job, number) for number in range(100))
+    crew.close()
+    assert most_running == 5
+
+
+def test_after_a_fault_nothing_begins() -> None:
+    done: list[int] = []
+
+    def fails() -> None:
+        raise OSError("the disk")
+
+    with pytest.raises(OSError, match="the disk"):
+        Crew(0, "alone").run([lambda: partial(done.append, 0), fails, lambda: done.append(1)])
+    assert done == []
+
+
+def test_a_fault_in_what_is_left_is_raised(crew: Crew) -> None:
+    def fails() -> None:
+        raise OSError("the checksum")
+
+    with pytest.raises(OSError, match="the checksum"):
+        crew.run([lambda: fails, lambda: None])
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_threads_end_with_their_crew(is_closed: bool) -> None:
+    crew = Crew(2, "to-end")
+    together = threading.Barrier(3)
+    crew.run([lambda: void(together.wait(30))] * 3)
+    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("to-end")]
+    assert len(helpers) == 2
+    if is_closed:
+        crew.close()
+        crew.close()
+    else:
+        del crew
+        gc.collect()
+        for helper in helpers:
+            helper.join(30)
+    assert not any(helper.is_alive() for helper in helpers)

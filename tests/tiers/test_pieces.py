@@ -15,12 +15,23 @@ from tiers.direct import RecordFile, record_size
 from tiers.pieces import PIECE_BYTES, Incoming, Outgoing, PieceMover
 
 # Shorter than a page, one page, several to a piece, exactly one piece, and several pieces with an odd end.
-SIZES = [1, 4096, 300_000, PIECE_BYTES - HEADER_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 12_345]
+# Those of several parts also where no buffer is needed, and parts are longer, come last.
+SIZES = [
+    1,
+    4096,
+    300_000,
+    303_104,
+    PIECE_BYTES - HEADER_BYTES,
+    2 * PIECE_BYTES,
+    2 * PIECE_BYTES + 12_345,
+    2 * PIECE_BYTES + 4096,
+    17 << 20,
+]
 
 
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew(3, "crew")
+@pytest.fixture(params=[0, 3], ids=["alone", "crew"])
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    crew = Crew(request.param, "crew")
     yield crew
     crew.close()
 
@@ -111,13 +122,14 @@ def test_a_record_behind_the_end_of_the_file_is_told_as_lost(file: RecordFile, m
     assert found[1] is found[2] is None
 
 
-@pytest.mark.parametrize("file", [300_000, 2 * PIECE_BYTES], indirect=True)
+@pytest.mark.parametrize("place", [8192, -4096])
+@pytest.mark.parametrize("file", [300_000, 303_104, 2 * PIECE_BYTES, 17 << 20], indirect=True)
 def test_a_bad_sector_costs_one_record(
-    file: RecordFile, mover: PieceMover, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    file: RecordFile, place: int, mover: PieceMover, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_bytes = file.record_bytes - HEADER_BYTES
     write(file, mover, crew, {slot: payload(num_bytes) for slot in range(3)})
-    preadv, bad = os.preadv, file.record_bytes + 8192
+    preadv, bad = os.preadv, file.record_bytes + place % file.record_bytes
 
     def reads(descriptor: int, vector: Any, offset: int) -> int:
         if offset <= bad < offset + sum(map(len, vector)):
@@ -126,6 +138,7 @@ def test_a_bad_sector_costs_one_record(
 
     monkeypatch.setattr(os, "preadv", reads)
     found = read(file, mover, crew, [0, 1, 2], num_bytes)
+    assert sorted(found) == [0, 1, 2]
     assert [slot for slot, record in found.items() if record is None] == [1]
 
 

@@ -1,6 +1,7 @@
 """The RAM tier's slots: reserve, publish, abandon, and the generation that guards each reuse."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def region(tmp_path: Path) -> Iterator[Region]:
 def tier(region: Region) -> Iterator[RamTier]:
     tier = RamTier(region)
     yield tier
+    tier.close()
     tier.check_integrity()
 
 
@@ -120,3 +122,59 @@ def test_the_same_block_twice_in_a_batch_is_stored_once(tier: RamTier) -> None:
     into = memoryview(bytearray(SIZE))
     assert tier.read([block(1)], [into]) == [Outcome.OK]
     assert into == payloads[0]
+
+
+def test_a_block_is_seen_once_the_whole_batch_was_copied(tier: RamTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def copy(into: memoryview, source: memoryview) -> None:
+        assert tier.contains([block(1).key, block(2).key]) == [Outcome.MISS, Outcome.MISS]
+        into[:] = source
+        copied.append(len(source))
+
+    monkeypatch.setattr("tiers.copying.copy_bytes", copy)
+    tier.write([block(1), block(2)], [memoryview(bytes(SIZE))] * 2)
+    assert copied == [SIZE, SIZE]
+    assert tier.contains([block(1).key, block(2).key]) == [Outcome.OK, Outcome.OK]
+
+
+def test_a_block_whose_slot_became_another_one_s_during_the_copy_is_a_miss(
+    tier: RamTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.write([block(number) for number in range(4)], [memoryview(bytes([number]) * SIZE) for number in range(4)])
+
+    def copy(into: memoryview, source: memoryview) -> None:
+        if source[0] == 1:
+            tier.delete([block(1).key])
+            assert tier.reserve(block(7)) is not None
+            source[:] = b"7" * SIZE
+        into[:] = source
+
+    monkeypatch.setattr("tiers.copying.copy_bytes", copy)
+    into = [memoryview(bytearray(SIZE)) for _ in range(4)]
+    assert tier.read([block(number) for number in range(4)], into) == [
+        Outcome.OK,
+        Outcome.MISS,
+        Outcome.OK,
+        Outcome.OK,
+    ]
+
+
+def test_batches_of_several_callers_at_once_keep_their_bytes(tier: RamTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.copying._SHARED_BYTES", SIZE)
+    monkeypatch.setattr("tiers.copying._SHARE_BYTES", SIZE // 2)
+    monkeypatch.setattr("tiers.copying._FIRST_SHARE_BYTES", SIZE // 4)
+
+    def store_and_fetch(caller: int) -> None:
+        for turn in range(100):
+            metas = [block(2 * caller + i) for i in range(2)]
+            payloads = [memoryview(bytes([caller, turn, i, 9]) * (SIZE // 4)) for i in range(2)]
+            assert tier.write(metas, payloads) == [Outcome.OK, Outcome.OK]
+            into = [memoryview(bytearray(SIZE)) for _ in range(2)]
+            assert tier.read(metas, into) == [Outcome.OK, Outcome.OK]
+            assert into == payloads
+            assert tier.delete([meta.key for meta in metas]) == [Outcome.OK, Outcome.OK]
+
+    with ThreadPoolExecutor(2) as callers:
+        for done in [callers.submit(store_and_fetch, caller) for caller in range(2)]:
+            done.result()

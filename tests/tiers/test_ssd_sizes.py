@@ -111,8 +111,16 @@ def test_a_damaged_block_is_not_moved(opened: OPEN, tmp_path: Path) -> None:
             for slot in range(0, path.stat().st_size, 8 * 8192):
                 file.seek(slot + 5000)
                 file.write(b"damage")
+    index = tier._ledger.index
+    damaged = {
+        entry.meta.key: entry.place
+        for entry in index.get([one.key for one in left])
+        if entry is not None and entry.place.slot % 8 == 0
+    }
+    assert damaged
     large = [meta(100_000 + number, LARGE) for number in range(15)]
     store(tier, large)
+    assert damaged == {entry.meta.key: entry.place for entry in index.get(list(damaged)) if entry is not None}
     outcomes = fetched(tier, left)
     assert set(outcomes) == {Outcome.OK, Outcome.CORRUPT}
     assert tier.faults() == {"corrupt": outcomes.count(Outcome.CORRUPT)}
