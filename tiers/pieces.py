@@ -196,7 +196,6 @@ class _Whole:
         # Parts that have ended, by where they start, with None for what could not be read; without those summed.
         self._ended: dict[int, tuple[range, memoryview | None]] = {}
         self._next = 0
-        self._is_summing = False
         self._checksum = Checksum()
         self._header: bytes | None = None
         self._is_broken = False
@@ -206,20 +205,18 @@ class _Whole:
         with self._lock:
             self._ended[part.start] = part, payload
             self._header = self._header or header
-            if self._is_summing:
-                # Whoever does will come to this one.
-                return
-            self._is_summing = True
-        while self._next < self._record_bytes:
+        is_last = False
+        while not is_last:
             with self._lock:
                 if self._next not in self._ended:
-                    self._is_summing = False
+                    # It is not there yet, or another thread is at it, which will come to this one.
                     return
                 part, payload = self._ended.pop(self._next)
             if payload is None:
                 self._is_broken = True
             else:
                 self._checksum.update(payload)
+            is_last = part.stop == self._record_bytes
             self._next = part.stop
         header = None if self._is_broken else self._header
         self.record.accept(None if header is None else memoryview(header), self.record.into, self._checksum.intdigest())

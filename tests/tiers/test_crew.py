@@ -6,13 +6,13 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
-from tiers.crew import Crew, Job, Rest
+from tiers.crew import Crew, Job, Rest, _Call
 
 
 @pytest.fixture
@@ -131,7 +131,8 @@ def test_where_no_more_threads_can_be_started_those_there_are_do_it(
     crew.run([lambda: void(together.wait(30))] * 4)
 
 
-def test_a_helper_that_comes_late_keeps_nothing_of_the_call(crew: Crew) -> None:
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_helper_that_comes_late_keeps_nothing_of_the_call(crew: Crew, is_begun: bool) -> None:
     may_end, started = threading.Event(), threading.Barrier(5)
 
     def hold() -> None:
@@ -144,7 +145,7 @@ def test_a_helper_that_comes_late_keeps_nothing_of_the_call(crew: Crew) -> None:
     def run_in_vain() -> "weakref.ref[Memory]":
         memory = Memory()
         with contextlib.suppress(OSError):
-            crew.run([fails, lambda: void(memory)])
+            crew.run([lambda: partial(void, memory), fails] if is_begun else [fails, lambda: void(memory)])
         return weakref.ref(memory)
 
     def fails() -> None:
@@ -247,3 +248,54 @@ def test_threads_end_with_their_crew(is_closed: bool) -> None:
         for helper in helpers:
             helper.join(30)
     assert not any(helper.is_alive() for helper in helpers)
+
+
+def test_run_waits_for_what_nobody_has_begun_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper has carried out the last job, and has not come to what is left of it."""
+    crew, find, wait = Crew(1, "crew"), _Call._next, _Call.wait
+    is_waiting = threading.Event()
+
+    def find_late(call: _Call) -> Callable[[], object] | None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)
+        return find(call)
+
+    def tell_and_wait(call: _Call) -> None:
+        is_waiting.set()
+        wait(call)
+
+    monkeypatch.setattr(_Call, "_next", find_late)
+    monkeypatch.setattr(_Call, "wait", tell_and_wait)
+    is_begun = threading.Event()
+    done: list[int] = []
+
+    def job() -> Rest | None:
+        if threading.current_thread() is threading.main_thread():
+            assert is_begun.wait(30)
+            return None
+        is_begun.set()
+        assert is_waiting.wait(30)
+        return lambda: done.append(1)
+
+    crew.run([job, job])
+    assert done == [1]
+    crew.close()
+
+
+def test_after_a_fault_run_waits_for_whoever_draws(crew: Crew) -> None:
+    is_drawing, is_drawn = threading.Event(), threading.Event()
+
+    def fails() -> None:
+        assert is_drawing.wait(30)
+        raise OSError("the disk")
+
+    def jobs() -> Iterator[Job]:
+        yield from [fails, fails, fails, lambda: None]
+        is_drawing.set()
+        time.sleep(0.05)
+        is_drawn.set()
+        yield lambda: None
+
+    with pytest.raises(OSError, match="the disk"):
+        crew.run(jobs())
+    assert is_drawn.is_set()

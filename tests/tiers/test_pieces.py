@@ -2,13 +2,14 @@
 
 import errno
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.core.block import HEADER_BYTES, checksum
+from kvstore.core.block import HEADER_BYTES, Checksum, checksum
 from tiers.aligned import AlignedBuffers, is_aligned
 from tiers.crew import Crew
 from tiers.direct import RecordFile, record_size
@@ -140,6 +141,33 @@ def test_a_bad_sector_costs_one_record(
     found = read(file, mover, crew, [0, 1, 2], num_bytes)
     assert sorted(found) == [0, 1, 2]
     assert [slot for slot, record in found.items() if record is None] == [1]
+
+
+@pytest.mark.parametrize("file", [17 << 20], indirect=True)
+def test_one_thread_at_a_time_makes_the_checksum_of_a_record(
+    file: RecordFile, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self._checksum = Checksum()
+            self._is_busy = False
+
+        def update(self, part: memoryview) -> None:
+            assert not self._is_busy
+            self._is_busy = True
+            time.sleep(0.02)
+            self._checksum.update(part)
+            self._is_busy = False
+
+        def intdigest(self) -> int:
+            return self._checksum.intdigest()
+
+    mover = PieceMover(AlignedBuffers())
+    num_bytes = file.record_bytes - HEADER_BYTES
+    stored = payload(num_bytes)
+    write(file, mover, crew, {0: stored})
+    monkeypatch.setattr("tiers.pieces.Checksum", Slow)
+    assert read(file, mover, crew, [0], num_bytes) == {0: (header(0), bytes(stored))}
 
 
 def test_buffers_lie_on_pages_and_serve_again() -> None:
