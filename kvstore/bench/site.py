@@ -96,7 +96,7 @@ class Site:
         self._daemon = Daemon(
             self._folder / "run", self._folder / "daemon.log", self._settings(s3, endpoint) | self._environment
         )
-        self._stack.callback(self._daemon.kill)
+        self._stack.callback(self._daemon.stop)
         self._daemon.start()
         self.console = self._stack.enter_context(contextlib.closing(self._daemon.console()))
 

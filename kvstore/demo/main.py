@@ -314,7 +314,7 @@ class Demo:
             "KVSTORE_HTTP_PORT": "0",
         }
         daemon = Daemon(self._folder / f"{name}-run", self._folder / f"{name}-daemon.log", environment)
-        self._stack.callback(daemon.kill)
+        self._stack.callback(daemon.stop)
         return daemon
 
     def _new_engine(self, daemon: Daemon) -> EngineProcess:

@@ -1,6 +1,7 @@
 """The whole demo on a tiny model: every interruption, real processes, a real S3 server, every token compared."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,10 @@ from tests.engine.tiny import llama, write_folder
 # The tier that has to serve the sessions after each interruption.
 MEANT = {"hbm_pressure": "hbm", "engine_restart": "ram", "daemon_restart": "ssd", "s3_only": "s3", "other_daemon": "s3"}
 BLOCK_TOKENS = 16
+
+
+def regions() -> set[Path]:
+    return set(Path("/dev/shm").glob("kvstore-*.region"))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
         ssd_max_bytes="1GiB",
     )
     path = folder / "report.json"
+    before = regions()
     assert run(path, scale) == 0
+    assert not regions() - before, "memory is left behind"
     return dict(json.loads(path.read_text()))
 
 

@@ -15,9 +15,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model") / "tiny", config)
 
 
+def regions() -> set[Path]:
+    return set(Path("/dev/shm").glob("kvstore-*.region"))
+
+
 @pytest.mark.slow
 def test_sessions_in_the_bucket_are_in_ram_before_their_users_return(model: Path, tmp_path: Path) -> None:
     (tmp_path / "bench").mkdir()
+    before = regions()
     report = run(
         ReturnSettings(
             tmp_path / "bench",
@@ -30,6 +35,7 @@ def test_sessions_in_the_bucket_are_in_ram_before_their_users_return(model: Path
         ),
         lambda text: None,
     )
+    assert not regions() - before, "memory is left behind"
     assert report["predicted"]["turns"] == report["announced"]["turns"] == 2
     # All of them where nobody else wants the cores; how many it is elsewhere, the benchmark says.
     assert report["ready_share"] >= 0.5 and report["announced"]["ready_share"] >= 0.5, report
