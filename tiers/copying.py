@@ -25,7 +25,7 @@ class Copier:
 
     def __init__(self) -> None:
         self._num_cpus = min(_MAX_CPUS, len(os.sched_getaffinity(0)))
-        self._crew = Crew(max(1, self._num_cpus - 1), "copy")
+        self._crew = Crew(self._num_cpus - 1, "copy")
 
     def copy_all(self, pairs: Iterable[tuple[memoryview, memoryview]], num_bytes: int) -> None:
         """Copy each pair's second view, at most `num_bytes` in all, to its first, which is as long; returns when

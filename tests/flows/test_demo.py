@@ -1,20 +1,16 @@
 """The whole demo on a tiny model: every interruption, real processes, a real S3 server, every token compared."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from kvstore.demo.main import Scale, run
 from tests.engine.tiny import llama, write_folder
+from tests.support.leaks import regions
 
 # The tier that has to serve the sessions after each interruption.
 MEANT = {"hbm_pressure": "hbm", "engine_restart": "ram", "daemon_restart": "ssd", "s3_only": "s3", "other_daemon": "s3"}
 BLOCK_TOKENS = 16
-
-
-def regions() -> set[Path]:
-    return set(Path("/dev/shm").glob("kvstore-*.region"))
 
 
 @pytest.fixture(scope="module")

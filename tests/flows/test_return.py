@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.bench.returns import ReturnSettings, run
 from tests.engine.tiny import llama, write_folder
+from tests.support.leaks import regions
 
 
 @pytest.fixture(scope="module")
@@ -13,10 +14,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = llama()
     config.max_position_embeddings = 2048
     return write_folder(tmp_path_factory.mktemp("model") / "tiny", config)
-
-
-def regions() -> set[Path]:
-    return set(Path("/dev/shm").glob("kvstore-*.region"))
 
 
 @pytest.mark.slow

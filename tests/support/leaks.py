@@ -86,3 +86,8 @@ def _mappings() -> frozenset[str]:
         ):
             found.add(fields[5])
     return frozenset(found)
+
+
+def regions() -> set[Path]:
+    """Return the RAM tiers of daemons that run, or that were killed: those have nobody to remove theirs."""
+    return set(Path("/dev/shm").glob("kvstore-*.region"))
