@@ -72,12 +72,12 @@ class Running:
         ready = self._ask(asdict(whole))
         self.about, self.ops = ready["about"], frozenset(ready["ops"])
 
-    def run(self, op: str, number: int) -> float:
-        """Return the seconds of the operation. Raises RuntimeError where it failed."""
-        answer = self._ask({"op": op, "round": number})
+    def run(self, op: str, number: int, times: int = 1, pause_s: float = 0.0) -> list[float]:
+        """Return the seconds of the operation, each time after a pause. Raises RuntimeError where it failed."""
+        answer = self._ask({"op": op, "round": number, "times": times, "pause_s": pause_s})
         if "error" in answer:
             raise RuntimeError(f"{self.entry.name}, {op}: {answer['error']}\n{self._tail()}")
-        return float(answer["seconds"])
+        return [float(taken_s) for taken_s in answer["seconds"]]
 
     def hold(self) -> None:
         """Stop it and all that it has started, until `go_on`: what a peer does in the background is its own cost and

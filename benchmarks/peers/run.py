@@ -124,14 +124,8 @@ def _turn(one: Running, op: str, number: int, pause_s: float) -> list[float]:
     try:
         time.sleep(_SETTLE_S)
         if op not in _AT_ONCE:
-            return [one.run(op, number)]
-        one.run(op, number)
-        taken_s = []
-        for _ in range(_AT_ONCE[op]):
-            if pause_s:
-                time.sleep(pause_s)
-            taken_s.append(one.run(op, number))
-        return taken_s
+            return one.run(op, number)
+        return one.run(op, number, 1 + _AT_ONCE[op], pause_s)[1:]
     finally:
         one.hold()
 
