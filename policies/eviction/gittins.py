@@ -5,7 +5,8 @@ Blocks fall into classes by the request that used them last:
     hint    what the client said of the session
     place   a session's own; the last block of the request, which is another when the prompt goes on; or shared, which
             means continued in more than one way: then only how often, and its own gap, count
-    new     how many blocks the request had that were never seen before; a long one often comes once
+    new     how many blocks the request had that were never seen before, or were a last one that had left; a long one
+            often comes once
     gap     how long ago its prefix was used before
     turn    how often its prefix had been continued
 
@@ -13,7 +14,8 @@ For each class it is learned (hazards.py) when such blocks are used again. Block
 leaves those with the lowest index go; then their parents, while they are lower than the next. What left is remembered
 by name for a while, so that a session that returns after it was evicted counts as what it is and not as a new one
 (without that, 1 to 2 points of token hit ratio were lost on the Mooncake traces), and a prefix that requests share as
-shared (past.py). What came with one request and was not used since is worth less the further behind it is (reach.py).
+shared (past.py); a last block that comes back was used again, though it had left (tails.py). What came with one request
+and was not used since is worth less the further behind it is (reach.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,6 +33,7 @@ from policies.eviction.past import FORGOTTEN, Past
 from policies.eviction.request import MAX_TURN, Ends, Request
 from policies.eviction.runs import AT_ROOT, BEHIND_OWN, BEHIND_SHARED, NONE, USED, Runs
 from policies.eviction.search import search
+from policies.eviction.tails import Tails
 from policies.eviction.worth import Numbers, Worth
 
 _SAMPLE = 128
@@ -52,6 +55,7 @@ class Gittins:
         self._runs = Runs(view)
         self._worth = Worth(self._runs)
         self._past = Past()
+        self._tails = Tails()
         self._num_requests = 0
         self.last_request = 0
         self._ends = Ends()
@@ -115,9 +119,11 @@ class Gittins:
         runs = self._runs
         at, starts = runs.at[ids], runs.starts(ids)
         for block, run in zip(ids[starts].tolist(), at[starts].tolist(), strict=True):
-            # Others are remembered by where their requests end.
+            # Others are remembered by where their requests end, but for what is behind that.
             if runs.is_shared[run]:
                 self._ends.put(self._view.name(block), runs, run)
+            elif runs.is_tail[run]:
+                self._tails.put(self._view.name(block), int(runs.life[run]))
         # From the end of a run on they leave, but for those that are lost. The last block of a prompt comes again
         # within another one only where that is the prompt's next turn.
         first = at[starts]
@@ -254,6 +260,8 @@ class Gittins:
         is_first = not request.is_counted
         all_names = self._view.names_of(ids)
         names = all_names.tolist()
+        for life in self._tails.take(names):
+            self._worth.finish(life, now_s)
         told = self._expected.take(names[0])
         if told is not None:
             self._expect(request, told, now_s)

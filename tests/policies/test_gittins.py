@@ -52,7 +52,7 @@ def test_sessions_outlast_long_prompts_that_come_once() -> None:
     accesses = sessions_and_documents(1)
     lru, learned = (ratio(accesses, 150, name) for name in ("lru", "gittins"))
     assert lru < 0.02
-    assert learned > lru + 0.05
+    assert learned > lru + 0.17, "0.16 while last blocks that came back were not known"
 
 
 def test_a_session_that_was_evicted_is_known_when_it_returns() -> None:
@@ -197,6 +197,42 @@ def test_a_prompt_whose_last_block_was_full_is_no_prefix_that_others_share() -> 
     assert runs.turn[runs.at[4]] == 2
 
 
+def test_a_last_block_that_comes_back_after_it_left_was_used_again() -> None:
+    """Where only whole blocks are kept the last one comes back with its session. As it leaves first, nothing was ever
+    seen of that, and last blocks left first for ever."""
+    tree = gittins_tree()
+    blocks: list[int] = []
+    for turn in range(60):
+        tree.now_s = 20.0 * turn
+        new = [2 * turn, 2 * turn + 1]
+        if blocks:
+            last = blocks[-1]
+            tree.remove(last)
+            tree.policy.on_access(blocks[:-1])
+            new = [last, *new]
+        tree.insert(new, blocks[-2] if blocks else -1)
+        blocks = [*blocks[:-1], *new]
+    policy = tree.policy
+    assert isinstance(policy, Gittins)
+    runs, worth = policy._runs, policy._worth
+    tail, body = (int(runs.at[block]) for block in blocks[-1:-3:-1])
+    assert runs.is_tail[tail] and not runs.is_tail[body]
+    at_20_s = tree.now_s + 15.0
+    assert worth.index(tail, 0, at_20_s) == pytest.approx(worth.index(body, 0, at_20_s), rel=0.2)
+
+
+def test_only_last_blocks_are_remembered_as_such() -> None:
+    tree = gittins_tree()
+    tree.insert([1, 2, 3, 4])
+    for block in (4, 3):
+        tree.remove(block)
+    policy = tree.policy
+    assert isinstance(policy, Gittins)
+    tail_life = 1  # after that of what is before it
+    assert policy._tails.take([1, 2, 3, 4]) == [tail_life]
+    assert len(policy._tails) == 0
+
+
 def test_of_a_template_and_a_question_the_question_goes_first() -> None:
     tree = gittins_tree()
     for first in range(100, 900, 20):
@@ -321,7 +357,7 @@ def test_the_memory_of_what_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 def test_told_who_returns_it_keeps_those() -> None:
     accesses = sessions_and_documents(1)
     told = replay(accesses, 150, lambda tier, _: make("gittins", tier, tier.clock), tells_returns=True)
-    assert told.token_hit_ratio > ratio(accesses, 150, "gittins") + 0.03
+    assert told.token_hit_ratio > ratio(accesses, 150, "gittins") + 0.01
 
 
 @pytest.mark.slow
