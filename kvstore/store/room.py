@@ -82,13 +82,15 @@ class Room:
         ram_policy: str = "lru",
         ssd_policy: str = "lru",
         is_pinned: Callable[[int, TierKind], bool] = lambda block, tier: False,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_awaited` says whether a slower tier is about to copy the block from RAM, `is_pinned` whether a user wants
-        it kept in that tier."""
+        """`is_awaited` says whether a slower tier is about to copy the block from RAM, or may be; `is_pinned` whether a
+        user wants it kept in that tier. `give_up` ends the "may be" and returns whether that changes anything."""
         self._catalog = catalog
         self._ram = ram
         self._links = links
         self._is_awaited = is_awaited
+        self._give_up = give_up
         self._clock = clock
         in_ram = _View(catalog, TierKind.RAM, lambda block: self._is_only_copy(block) or is_pinned(block, TierKind.RAM))
         on_ssd = _View(catalog, TierKind.SSD, lambda block: is_pinned(block, TierKind.SSD))
@@ -149,7 +151,8 @@ class Room:
         """Return a slot for the block, evicting as much as it takes; None where everything in RAM has to stay."""
         meta = self._catalog.meta(block)
         slot = self._ram.reserve(meta)
-        if slot is None and self._make_room(meta.payload_bytes):
+        num_bytes = meta.payload_bytes
+        if slot is None and (self._make_room(num_bytes) or (self._give_up() and self._make_room(num_bytes))):
             slot = self._ram.reserve(meta)
         return slot
 

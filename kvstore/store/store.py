@@ -41,6 +41,7 @@ from kvstore.store.session import SessionTable
 from kvstore.store.session_requests import SessionRequests
 from kvstore.store.snapshot import error_counts, ram_stats, slow_tier_stats
 from kvstore.store.stats import RequestStats
+from kvstore.store.unclaimed import Unclaimed
 from kvstore.store.verification import Verification
 from kvstore.store.writing import Writing
 from kvstore.version import VERSION
@@ -52,6 +53,8 @@ _LIVENESS_EVERY_S = 0.5
 _HOUSEKEEPING_EVERY_S = 0.1
 _EXPIRY_EVERY_S = 5.0
 _BUSY_RETRY_S = 0.05
+# Of RAM: what the last requests stored and no other tier takes, until their sessions are recorded.
+_UNCLAIMED_SHARE = 0.125
 # So many blocks before anything has to grow, which takes the control thread about 0.2 s; unused rows take no memory.
 _CAPACITY = 1 << 20
 # About 30 ms of the control thread.
@@ -87,8 +90,12 @@ class Store:
         self._demoters: dict[TierKind, Demoter] = {}
         self._catalog = catalog = Catalog(self._on_removed, _CAPACITY)
         self._admitting = make_admitting(catalog, config, links, clock)
-        self._writing = Writing(catalog, self._demoters, self._admitting, uploads_all=config.s3.write == "all")
-        pins = make_pins(catalog, config, ram.usage().capacity_bytes or 0)
+        ram_bytes = ram.usage().capacity_bytes or 0
+        unclaimed = Unclaimed(int(_UNCLAIMED_SHARE * ram_bytes), catalog.size_bytes, clock)
+        self._writing = Writing(
+            catalog, self._demoters, self._admitting, unclaimed, uploads_all=config.s3.write == "all"
+        )
+        pins = make_pins(catalog, config, ram_bytes)
         self._room = Room(
             catalog,
             ram,
@@ -98,6 +105,7 @@ class Store:
             ram_policy=config.ram.policy,
             ssd_policy=config.ssd.policy,
             is_pinned=pins.holds,
+            give_up=self._writing.give_up,
         )
         self._loader = Loader(catalog, ram, links, self._room, self._on_loaded, self._on_lost)
         self._prefetch = Prefetch(

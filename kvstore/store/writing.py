@@ -7,14 +7,19 @@ Owned by the control thread.
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from kvstore.core.index import Ids
 from kvstore.core.outcome import TierKind
 from kvstore.store.admitting import Admitting
 from kvstore.store.catalog import Catalog
+from kvstore.store.columns import tier_bit
 from kvstore.store.demoter import Demoter
+from kvstore.store.unclaimed import Unclaimed
 
 # Of one prefix: longer chains than a store may name are not followed up to their head.
 _MAX_CHAIN = 1024
+_SLOWER = tier_bit(TierKind.SSD) | tier_bit(TierKind.S3)
 
 
 class Writing:
@@ -26,12 +31,14 @@ class Writing:
         catalog: Catalog,
         demoters: Mapping[TierKind, Demoter],
         admitting: Mapping[TierKind, Admitting],
+        unclaimed: Unclaimed,
         *,
         uploads_all: bool,
     ) -> None:
         self._catalog = catalog
         self._demoters = demoters
         self._admitting = admitting
+        self._unclaimed = unclaimed
         self._uploads_all = uploads_all
 
     # ------------------------------------------------------------ what happens to blocks
@@ -45,11 +52,13 @@ class Writing:
         """New blocks of one prefix, in order."""
         for tier, admitting in self._admitting.items():
             self._write(tier, admitting.stored(blocks))
+        self._keep(blocks)
 
     def used(self, keys: bytes, blocks: Sequence[int]) -> None:
         """Blocks of one prefix that were used in RAM."""
         for tier, admitting in self._admitting.items():
             self._write(tier, admitting.used(keys, blocks))
+        self._keep(blocks)
 
     def promised(self, blocks: Ids) -> None:
         """Blocks of a session."""
@@ -73,12 +82,17 @@ class Writing:
             demoter.forget(block)
         for admitting in self._admitting.values():
             admitting.ended(block)
+        self._unclaimed.ended(block)
 
     # ------------------------------------------------------------ what is copied
 
     def is_awaited(self, block: int) -> bool:
-        """Whether some tier has yet to copy it."""
-        return any(demoter.holds(block) for demoter in self._demoters.values())
+        """Whether some tier has yet to copy it, or may have to soon."""
+        return self._unclaimed.holds(block) or any(demoter.holds(block) for demoter in self._demoters.values())
+
+    def give_up(self) -> bool:
+        """Await none any more that are not being copied; return whether there were any."""
+        return self._unclaimed.give_up()
 
     def write_down(self, blocks: Iterable[int]) -> None:
         """What is not refused goes to SSD; without one, sessions bring theirs to the bucket themselves."""
@@ -94,6 +108,15 @@ class Writing:
         demoter = self._demoters.get(TierKind.SSD)
         if demoter is not None and not len(demoter):
             self.write_down(self._catalog.blocks_only_in_ram())
+
+    def _keep(self, blocks: Sequence[int]) -> None:
+        """See that those of these blocks stay a while that no tier takes unless a session names them."""
+        if not self._demoters or not len(blocks):
+            return
+        ids = np.asarray(blocks, dtype=np.int32)
+        only_here = ids[(self._catalog.residency_of(ids) & _SLOWER) == 0].tolist()
+        demoters = self._demoters.values()
+        self._unclaimed.add([block for block in only_here if not any(demoter.wants(block) for demoter in demoters)])
 
     def _write(self, tier: TierKind, blocks: Sequence[int]) -> None:
         if tier == TierKind.SSD:
