@@ -27,6 +27,7 @@ from kvstore.control_socket import ControlSocket, Peer
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.outcome import Outcome, TierKind
 from kvstore.cpu import current_cpu
+from kvstore.eager_poll import EagerPoll
 from kvstore.events_process import EventsProcess
 from kvstore.http_process import HttpProcess
 from kvstore.process import go_first, keep_pauses_short
@@ -101,6 +102,7 @@ class Daemon:
             self._events = EventsProcess(config.events, run_dir, config.daemon.log_level, self._context)
             self._store.announce(self._events)
         self._epoll = select.epoll()
+        self._wait = EagerPoll(self._epoll)
         self._control = ControlSocket(run_dir / SOCKET_NAME, self._epoll, self._store.count_error)
         self._watched: list[int] = []
         self._workers_epoll = select.epoll()
@@ -262,7 +264,7 @@ class Daemon:
             timeout_s = 0.0
         until = time.monotonic() + timeout_s
         while True:
-            ready = self._epoll.poll(timeout_s)
+            ready = self._wait.poll(timeout_s)
             self._control.take_in(ready)
             has_begun = self._receive()
             fds = [fd for fd, _ in ready]

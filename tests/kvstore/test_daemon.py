@@ -14,6 +14,7 @@ from kvstore.config import Config, HttpConfig, SsdConfig
 from kvstore.core.errors import ConfigError
 from kvstore.core.outcome import TierKind
 from kvstore.daemon import Daemon, _private_folder
+from kvstore.eager_poll import EagerPoll
 from kvstore.wire import Header
 from tiers.region import Region
 
@@ -70,7 +71,7 @@ def test_a_question_does_not_hold_up_what_a_worker_has_answered_already(daemon: 
     """The loop answered the question and then waited once more, for up to a tenth of a second."""
     link, epoll = Link(), Epoll(daemon._epoll)
     daemon._links = cast(Any, {TierKind.SSD: link})
-    daemon._epoll = cast(Any, epoll)
+    daemon._wait = EagerPoll(cast("select.epoll", epoll))
     readable, writable = socket.socketpair()
     with readable, writable, socket.socket(socket.AF_UNIX) as client:
         client.connect(str(tmp_path / "control.sock"))
