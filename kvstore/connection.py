@@ -29,9 +29,10 @@ _SEND_DEADLINE_S = 0.2
 # had just woken up slept all the same, 0.59 instead of 0.54 ms in all.
 _LOOK_S = 300e-6
 # Where the daemon ran on our own CPU it may well be waiting there for us to sleep: one of the first lookups after a
-# pause took 0.87 instead of 0.6 ms. Not at once, since while we look it is moved to another CPU, if one is free: a
-# round trip then takes 25 us, else 34.
-_LOOK_BESIDE_S = 40e-6
+# pause took 0.87 instead of 0.6 ms; with 200 us some lookups took 1.2 instead of 0.83. Not at once, since where it has
+# just moved to another CPU (eager_poll.py) its answer takes about a tenth of a millisecond, and to sleep would bring us
+# to its side again.
+_LOOK_BESIDE_S = 120e-6
 # Only where answers usually come within this, sleep included: else the daemon is busy, and may need this core for it.
 _USUAL_S = 300e-6
 _MOST_S = 1e-3

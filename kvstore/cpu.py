@@ -1,7 +1,12 @@
-"""On which CPU this thread runs at the moment."""
+"""On which CPU this thread runs at the moment, and leaving it to whoever needs it."""
 
 import ctypes
+import os
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 def getter(libc: object) -> Callable[[], int]:
@@ -12,3 +17,38 @@ def getter(libc: object) -> Callable[[], int]:
 # Keeps the interpreter lock: to get it back from a thread that computes would take milliseconds.
 current_cpu: Callable[[], int] = getter(ctypes.PyDLL(None))
 """Returns its number, -1 where the system does not say."""
+
+
+def move_away() -> bool:
+    """Have this thread go on on another CPU that shares the last cache with its own, and leave it to the system again
+    where it runs from there on. False: there is none that it may run on."""
+    here = current_cpu()
+    try:
+        allowed = os.sched_getaffinity(0)
+        others = allowed - {here}
+        near = sharing_cache(here)
+        if near:
+            others &= near
+        if here < 0 or not others:
+            return False
+        os.sched_setaffinity(0, others)
+        os.sched_setaffinity(0, allowed)
+    except (OSError, AttributeError):
+        # A CPU was taken from us meanwhile, or this system has no such calls.
+        return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def sharing_cache(cpu: int, cpus: Path = _CPUS) -> frozenset[int]:
+    """Return the CPUs that share a third-level cache with this one, itself among them; none where the system does not
+    say."""
+    try:
+        listed = (cpus / f"cpu{cpu}" / "cache" / "index3" / "shared_cpu_list").read_text()
+        found: set[int] = set()
+        for part in listed.strip().split(","):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(found)

@@ -13,12 +13,15 @@ MESSAGE: Events = [(7, select.EPOLLIN)]
 class Line:
     """A poll and a clock: the next message comes `after_s` after the poll begins; each look takes a microsecond.
 
-    `on_our_cpu`: only once we sleep."""
+    `on_our_cpu`: only once we sleep, until we move and stay away."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.after_s = 0.0
         self.on_our_cpu = False
+        self.has_other_cpus = False
+        self.stays_away = True
+        self.moves = 0
         self.looks = 0
         self.sleeps = 0
         self._comes_at = 0.0
@@ -32,6 +35,11 @@ class Line:
         self.looks += 1
         self.now += 1e-6
         return MESSAGE if not self.on_our_cpu and self.now >= self._comes_at else []
+
+    def move_away(self) -> bool:
+        self.moves += 1
+        self.on_our_cpu = not (self.has_other_cpus and self.stays_away)
+        return self.has_other_cpus
 
     def wait(self, poll: EagerPoll, after_s: float, timeout_s: float = 1.0) -> bool:
         """Return whether it came, and count `looks` and `sleeps` of that wait."""
@@ -47,7 +55,7 @@ def line() -> Line:
 
 @pytest.fixture
 def poll(line: Line) -> EagerPoll:
-    return EagerPoll(cast("select.epoll", line), lambda: line.now)
+    return EagerPoll(cast("select.epoll", line), lambda: line.now, line.move_away)
 
 
 def test_questions_in_a_row_are_found_without_sleeping(line: Line, poll: EagerPoll) -> None:
@@ -84,6 +92,37 @@ def test_who_asks_on_our_cpu_is_kept_from_it_once_in_many_times(line: Line, poll
         assert line.wait(poll, 20e-6)
         slept += line.sleeps
     assert slept <= 65
+
+
+def test_who_asks_on_our_cpu_is_left_alone_there(line: Line, poll: EagerPoll) -> None:
+    line.on_our_cpu = line.has_other_cpus = True
+    for _ in range(2):
+        assert line.wait(poll, 20e-6) and line.sleeps == 1 and line.moves == 0
+    for _ in range(500):
+        assert line.wait(poll, 20e-6) and line.sleeps == 0 and line.moves == 1
+
+
+def test_moving_that_does_not_help_ends(line: Line, poll: EagerPoll) -> None:
+    line.on_our_cpu = line.has_other_cpus = True
+    line.stays_away = False
+    for _ in range(2000):
+        assert line.wait(poll, 200e-6)
+    for _ in range(9):
+        assert line.wait(poll, 20e-6) and line.sleeps == 1
+    assert line.moves == 7, "the first few attempts may fail"
+    for _ in range(64):
+        assert line.wait(poll, 20e-6)
+    assert line.moves <= 12
+    for _ in range(6400):
+        assert line.wait(poll, 20e-6) and line.sleeps == 1
+    assert 95 <= line.moves <= 210
+
+
+def test_who_comes_now_and_then_moves_nobody(line: Line, poll: EagerPoll) -> None:
+    line.on_our_cpu = line.has_other_cpus = True
+    for _ in range(100):
+        assert line.wait(poll, 20e-6) and line.wait(poll, 200e-6)
+    assert line.moves == 0
 
 
 def test_no_wait_is_longer_than_was_asked_for(line: Line, poll: EagerPoll) -> None:
