@@ -21,7 +21,10 @@ current_cpu: Callable[[], int] = getter(ctypes.PyDLL(None))
 
 def move_away() -> bool:
     """Have this thread go on on another CPU that shares the last cache with its own, and leave it to the system again
-    where it runs from there on. False: there is none that it may run on."""
+    where it runs from there on. False: there is none that it may run on, or all are busy.
+
+    With all busy we would wait there for our turn: 1 of 100 lookups beside uploads took 9.1 ms instead of 6.1.
+    """
     here = current_cpu()
     try:
         allowed = os.sched_getaffinity(0)
@@ -29,14 +32,21 @@ def move_away() -> bool:
         near = sharing_cache(here)
         if near:
             others &= near
-        if here < 0 or not others:
+        # Whoever asks and we are on one.
+        is_one_idle = num_runnable() <= (os.cpu_count() or 1)
+        if here < 0 or not others or not is_one_idle:
             return False
         os.sched_setaffinity(0, others)
         os.sched_setaffinity(0, allowed)
-    except (OSError, AttributeError):
-        # A CPU was taken from us meanwhile, or this system has no such calls.
+    except (OSError, AttributeError, ValueError):
+        # A CPU was taken from us meanwhile, or this system has no such calls or files.
         return False
     return True
+
+
+def num_runnable(path: Path = Path("/proc/loadavg")) -> int:
+    """Return how many threads of the whole system run or wait for a CPU. Raises OSError, ValueError."""
+    return int(path.read_bytes().split()[3].partition(b"/")[0])
 
 
 @lru_cache(maxsize=4096)

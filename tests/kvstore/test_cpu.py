@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cpu import current_cpu, getter, move_away, sharing_cache
+from kvstore.cpu import current_cpu, getter, move_away, num_runnable, sharing_cache
 
 
 def test_it_is_the_cpu_that_this_thread_is_bound_to() -> None:
@@ -22,6 +22,12 @@ def test_a_system_that_does_not_say_is_no_fault() -> None:
     assert getter(object())() == -1
 
 
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.cpu.num_runnable", lambda: 2)
+
+
+@pytest.mark.usefixtures("quiet")
 def test_after_moving_away_this_thread_runs_elsewhere_and_may_run_where_it_did() -> None:
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2 or len(sharing_cache(min(allowed)) & allowed) == 1:
@@ -39,6 +45,7 @@ def test_after_moving_away_this_thread_runs_elsewhere_and_may_run_where_it_did()
         os.sched_setaffinity(0, allowed)
 
 
+@pytest.mark.usefixtures("quiet")
 def test_who_may_run_on_one_cpu_alone_stays_there() -> None:
     allowed = os.sched_getaffinity(0)
     only = {min(allowed)}
@@ -50,15 +57,33 @@ def test_who_may_run_on_one_cpu_alone_stays_there() -> None:
         os.sched_setaffinity(0, allowed)
 
 
+@pytest.mark.usefixtures("quiet")
 def test_who_may_run_only_where_no_cache_is_shared_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.cpu.sharing_cache", lambda cpu: frozenset({cpu}))
     assert not move_away()
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_cpu_that_is_taken_away_meanwhile_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.cpu.sharing_cache", lambda _: frozenset({4000}))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 4000})
     assert not move_away()
+
+
+@pytest.mark.parametrize("text", ["9999/123 4567\n", "busy\n"])
+def test_nobody_moves_where_all_cpus_are_busy_or_nobody_knows(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("it moved"))
+    (tmp_path / "loadavg").write_text(f"0.50 0.40 0.30 {text}")
+    monkeypatch.setattr("kvstore.cpu.num_runnable", lambda: num_runnable(tmp_path / "loadavg"))
+    assert not move_away()
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_how_many_run_is_what_the_system_says() -> None:
+    assert 1 <= num_runnable() < 100_000
 
 
 @pytest.mark.parametrize(
