@@ -7,9 +7,10 @@ user's KV to another (CVE-2025-25183 is such a case); `xxh3_128` only where ever
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import itemgetter
 from typing import Literal, NewType, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ KEY_BYTES = 32
 NAME_BYTES = 8
 HashName = Literal["sha256", "xxh3_128"]
 MAX_TOKEN_ID = 2**32 - 1
+_GROUP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,10 @@ def chain_keys(
     Raises ValueError for a token id outside of uint32.
     """
     stride = namespace.block_tokens * 4
-    view = _as_uint32(token_ids).data.cast("B")
-    blocks = [view[start : start + stride] for start in range(0, len(view) - stride + 1, stride)]
+    groups = _cut(_as_uint32(token_ids).data.cast("B"), stride)
     first = namespace.root() if parent is None else parent
     # A cast, since calling the NewType for each of hundreds of keys takes a tenth of the time.
-    return cast(list[BlockKey], _CHAINS[namespace.hash_name](first, blocks))
+    return cast(list[BlockKey], _CHAINS[namespace.hash_name](first, groups))
 
 
 def engine_keys(root: bytes, hashes: Sequence[bytes]) -> list[BlockKey]:
@@ -133,6 +134,21 @@ def split_keys(joined: bytes) -> list[BlockKey]:
     return [BlockKey(joined[i : i + KEY_BYTES]) for i in range(0, len(joined), KEY_BYTES)]
 
 
+def _cut(view: memoryview, stride: int) -> Iterator[Sequence[memoryview]]:
+    """Yield the whole pieces of that length in groups: by slices that are made once, which for 512 pieces and the hash
+    over them takes 0.59 instead of 0.62 ms."""
+    group = _GROUP * stride
+    rest = len(view) // group * group
+    for start in range(0, rest, group):
+        yield _cutter(stride)(view[start : start + group])
+    yield [view[start : start + stride] for start in range(rest, len(view) - stride + 1, stride)]
+
+
+@lru_cache(maxsize=64)
+def _cutter(stride: int) -> Callable[[memoryview], tuple[memoryview, ...]]:
+    return itemgetter(*(slice(number * stride, (number + 1) * stride) for number in range(_GROUP)))
+
+
 def _as_uint32(token_ids: Sequence[int] | npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.dtype("<u4"):
         return np.ascontiguousarray(token_ids)
@@ -146,17 +162,18 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _chain_sha256(parent: bytes, blocks: list[memoryview]) -> list[bytes]:
+def _chain_sha256(parent: bytes, groups: Iterable[Sequence[memoryview]]) -> list[bytes]:
     # Copies of a fresh hasher: making one anew looks the algorithm up each time (0.42 instead of 0.52 ms for 512
     # blocks of 1 KiB, of which 0.26 are the hash itself). Two updates, since joining the two costs more.
     fresh = hashlib.sha256().copy
     keys = []
-    for block in blocks:
-        hasher = fresh()
-        hasher.update(parent)
-        hasher.update(block)
-        parent = hasher.digest()
-        keys.append(parent)
+    for blocks in groups:
+        for block in blocks:
+            hasher = fresh()
+            hasher.update(parent)
+            hasher.update(block)
+            parent = hasher.digest()
+            keys.append(parent)
     return keys
 
 
@@ -165,16 +182,17 @@ def _xxh3_128(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(data) * 2
 
 
-def _chain_xxh3_128(parent: bytes, blocks: list[memoryview]) -> list[bytes]:
+def _chain_xxh3_128(parent: bytes, groups: Iterable[Sequence[memoryview]]) -> list[bytes]:
     keys = []
-    for block in blocks:
-        parent = _xxh3_128(parent + block)
-        keys.append(parent)
+    for blocks in groups:
+        for block in blocks:
+            parent = _xxh3_128(parent + block)
+            keys.append(parent)
     return keys
 
 
 _HASHES: dict[str, Callable[[bytes], bytes]] = {"sha256": _sha256, "xxh3_128": _xxh3_128}
-_CHAINS: dict[str, Callable[[bytes, list[memoryview]], list[bytes]]] = {
+_CHAINS: dict[str, Callable[[bytes, Iterable[Sequence[memoryview]]], list[bytes]]] = {
     "sha256": _chain_sha256,
     "xxh3_128": _chain_xxh3_128,
 }

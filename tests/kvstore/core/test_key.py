@@ -1,12 +1,40 @@
-"""Keys of blocks that an engine has hashed itself."""
+"""Keys of blocks: chained hashes of their tokens, or of hashes that an engine has made itself."""
 
+import dataclasses
+import hashlib
+
+import numpy as np
 import pytest
+import xxhash
 
-from kvstore.core.key import KEY_BYTES, Namespace, engine_keys, event_name
+from kvstore.core.key import KEY_BYTES, BlockKey, HashName, Namespace, chain_keys, engine_keys, event_name
+
+NAMESPACE = Namespace("model", "", "bfloat16", "layout", 16, 4096, num_layers=2, num_kv_heads=1, head_dim=8)
 
 
 def root(model: str = "model") -> bytes:
-    return Namespace(model, "", "bfloat16", "layout", 16, 4096, num_layers=2, num_kv_heads=1, head_dim=8).root()
+    return dataclasses.replace(NAMESPACE, model=model).root()
+
+
+@pytest.mark.parametrize("hash_name", ["sha256", "xxh3_128"])
+@pytest.mark.parametrize("num_blocks", [0, 1, 2, 63, 64, 65, 127, 128, 200])
+@pytest.mark.parametrize("num_rest", [0, 1, 15])
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_key_is_the_hash_of_the_one_before_and_the_tokens(
+    hash_name: HashName, num_blocks: int, num_rest: int, begins: bool
+) -> None:
+    namespace = dataclasses.replace(NAMESPACE, hash_name=hash_name)
+    tokens = np.random.default_rng(num_blocks).integers(0, 2**32, 16 * num_blocks + num_rest, dtype=np.uint32)
+    parent = None if begins else BlockKey(bytes(range(KEY_BYTES)))
+    key = namespace.root() if parent is None else parent
+    expected = []
+    for start in range(0, 16 * num_blocks, 16):
+        data = key + b"".join(int(token).to_bytes(4, "little") for token in tokens[start : start + 16])
+        hashed = hashlib.sha256(data).digest() if hash_name == "sha256" else 2 * xxhash.xxh3_128_digest(data)
+        key = BlockKey(hashed)
+        expected.append(key)
+    assert chain_keys(namespace, tokens, parent) == expected
+    assert chain_keys(namespace, tokens.tolist(), parent) == expected
 
 
 @pytest.mark.parametrize("num_bytes", [16, 32])
