@@ -31,8 +31,10 @@ _LOOK_S = 300e-6
 # Where the daemon ran on our own CPU it may well be waiting there for us to sleep: one of the first lookups after a
 # pause took 0.87 instead of 0.6 ms; with 200 us some lookups took 1.2 instead of 0.83. Not at once, since where it has
 # just moved to another CPU (eager_poll.py) its answer takes about a tenth of a millisecond, and to sleep would bring us
-# to its side again.
+# to its side again. After some such answers in a row it evidently cannot move.
 _LOOK_BESIDE_S = 120e-6
+_LOOK_BESIDE_IN_VAIN_S = 40e-6
+_MANY_BESIDE = 16
 # Only where answers usually come within this, sleep included: else the daemon is busy, and may need this core for it.
 _USUAL_S = 300e-6
 _MOST_S = 1e-3
@@ -59,6 +61,8 @@ class Connection:
         self._answer_s = 0.0
         # The CPU that the last answer came from, -1: unknown.
         self._answered_on = -1
+        # So many questions in a row went out on the CPU that the last answer came from.
+        self._beside = 0
         forking.watch(self)
 
     def request(self, epoch: int, incarnation: int, body: wire.Message, deadline_s: float) -> wire.Reply:
@@ -136,7 +140,11 @@ class Connection:
         """How long to look for an answer before we sleep."""
         if self._answer_s >= _USUAL_S:
             return 0.0
-        return _LOOK_BESIDE_S if 0 <= self._answered_on == current_cpu() else _LOOK_S
+        if not 0 <= self._answered_on == current_cpu():
+            self._beside = 0
+            return _LOOK_S
+        self._beside += 1
+        return _LOOK_BESIDE_S if self._beside <= _MANY_BESIDE else _LOOK_BESIDE_IN_VAIN_S
 
     def _read(self, connected: socket.socket, deadline: float, look_s: float) -> bytes | None:
         """Return what has come, b"" where the connection has ended, None at the deadline."""

@@ -21,9 +21,10 @@ _LOOK_S: Final = 50e-6
 _SOON_S: Final = 100e-6
 # Where we were in the way, and could not move, so many waits pass before we look again.
 _WAITS_WITHOUT: Final = 64
-# Moving takes a tenth of a millisecond, and sometimes a few attempts; where it never helps it must not be often.
+# Moving takes a tenth of a millisecond, and sometimes a few attempts. Where it never helps, or what comes in such a
+# rhythm comes from elsewhere, it must not be often.
 _MAX_MOVES: Final = 8.0
-_MOVES_PER_WAIT: Final = 1 / 32
+_MOVES_PER_S: Final = 4.0
 
 Events = list[tuple[int, int]]
 
@@ -45,6 +46,7 @@ class EagerPoll:
         self._is_in_the_way = False
         self._waits_without = 0
         self._moves_left = _MAX_MOVES
+        self._moved_at = clock()
 
     def poll(self, timeout_s: float) -> Events:
         """As `select.epoll.poll`; 0.0 never waits."""
@@ -70,9 +72,12 @@ class EagerPoll:
 
     def _get_out_of_the_way(self) -> None:
         """By now whoever asked has its answer."""
-        if self._is_in_the_way and self._moves_left >= 1.0:
-            self._moves_left -= 1.0
+        if not self._is_in_the_way:
+            return
+        self._is_in_the_way = False
+        now = self._clock()
+        left = min(_MAX_MOVES, self._moves_left + _MOVES_PER_S * (now - self._moved_at))
+        if left >= 1.0:
+            self._moves_left, self._moved_at = left - 1.0, now
             if self._move_away():
                 self._waits_without = 0
-        self._is_in_the_way = False
-        self._moves_left = min(_MAX_MOVES, self._moves_left + _MOVES_PER_WAIT)

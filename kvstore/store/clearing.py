@@ -59,6 +59,10 @@ class Clearing:
         # What was not found last; smaller runs may be there.
         self._missed_bytes = 0
 
+    def look_again(self) -> None:
+        """Other blocks may go by now than when none was found."""
+        self._not_before = self._whole_not_before = 0.0
+
     def clear(self, num_bytes: int, coldest: Sequence[BlockKey]) -> bool:
         """Make a free run that a slot of `num_bytes` bytes fits into, evicting what lies there; `coldest` are the
         blocks that the policy would evict first. False where no run was found; then nothing was evicted."""

@@ -152,7 +152,7 @@ class Room:
         meta = self._catalog.meta(block)
         slot = self._ram.reserve(meta)
         num_bytes = meta.payload_bytes
-        if slot is None and (self._make_room(num_bytes) or (self._give_up() and self._make_room(num_bytes))):
+        if slot is None and (self._make_room(num_bytes) or self._make_room_after_all(num_bytes)):
             slot = self._ram.reserve(meta)
         return slot
 
@@ -244,6 +244,12 @@ class Room:
         elif not self._ram.has_other_sizes(num_bytes):
             return False  # a run of its own size would be a slot
         return self._clearing.clear(num_bytes, [self._catalog.key(victim) for victim in coldest])
+
+    def _make_room_after_all(self, num_bytes: int) -> bool:
+        if not self._give_up():
+            return False
+        self._clearing.look_again()
+        return self._make_room(num_bytes)
 
     def _evict_next(self, num_bytes: int) -> bool:
         """Evict the next victim if it leaves a slot of that size. Some are asked for at once: looking for one costs a

@@ -3,8 +3,8 @@
 Without an SSD, or where its admission refused a block, a block goes to a slower tier only once a session names it, and
 a session is recorded when its request ends. What left RAM before that would be missing from the session, which then
 could not become durable, while blocks that the bucket has too stayed in RAM. So the last of them stay for a while, no
-more than a small part of RAM, and only as long as there are others that can go: those before them in their prefixes
-cannot.
+more than a small part of RAM, and with them those before them in their prefixes, which cannot go first; but only as
+long as others can go.
 """
 
 from collections import OrderedDict

@@ -40,6 +40,7 @@ class Writing:
         self._admitting = admitting
         self._unclaimed = unclaimed
         self._uploads_all = uploads_all
+        self._has_sessions = False
 
     # ------------------------------------------------------------ what happens to blocks
 
@@ -62,6 +63,7 @@ class Writing:
 
     def promised(self, blocks: Ids) -> None:
         """Blocks of a session."""
+        self._has_sessions = True
         for tier, admitting in self._admitting.items():
             self._write(tier, admitting.promised(blocks))
 
@@ -110,8 +112,9 @@ class Writing:
             self.write_down(self._catalog.blocks_only_in_ram())
 
     def _keep(self, blocks: Sequence[int]) -> None:
-        """See that those of these blocks stay a while that no tier takes unless a session names them."""
-        if not self._demoters or not len(blocks):
+        """See that those of these blocks stay a while that no tier takes unless a session names them. Where nobody
+        records sessions they go as the policy says."""
+        if not self._demoters or not self._has_sessions or not len(blocks):
             return
         ids = np.asarray(blocks, dtype=np.int32)
         only_here = ids[(self._catalog.residency_of(ids) & _SLOWER) == 0].tolist()

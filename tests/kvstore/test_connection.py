@@ -154,6 +154,23 @@ def test_an_answer_from_our_own_cpu_is_not_looked_for_for_long(
         assert asking._look_s() == expected_s
 
 
+def test_a_daemon_that_stays_on_our_cpu_is_not_kept_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = 3
+    monkeypatch.setattr(connection, "current_cpu", lambda: ours)
+    with FakeDaemon(tmp_path) as daemon, contextlib.closing(Connection(tmp_path)) as asking:
+        daemon.answered_on = 3
+
+        asking.request(0, 0, wire.Stats(), 5.0)
+        asking._answer_s = 0.0
+        looks = [asking._look_s() for _ in range(20)]
+        assert looks[8] == looks[0] > 2 * looks[-1], "it may take several attempts to move"
+        assert asking._look_s() <= 50e-6
+        ours = 2
+        assert asking._look_s() == connection._LOOK_S
+        ours = 3
+        assert asking._look_s() > 100e-6, "it has moved once, so it may again"
+
+
 def test_a_client_that_cannot_tell_its_own_cpu_looks_as_long_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,8 +70,14 @@ def test_a_cpu_that_is_taken_away_meanwhile_is_no_fault(monkeypatch: pytest.Monk
     assert not move_away()
 
 
+def test_nobody_moves_where_the_system_has_other_cpus(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted as running may run there."""
+    monkeypatch.setattr(os, "cpu_count", lambda: len(os.sched_getaffinity(0)) + 1)
+    assert not move_away()
+
+
 @pytest.mark.parametrize("text", ["9999/123 4567\n", "busy\n"])
-def test_nobody_moves_where_all_cpus_are_busy_or_nobody_knows(
+def test_nobody_moves_where_many_cpus_are_busy_or_nobody_knows(
     text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     allowed = os.sched_getaffinity(0)

@@ -110,12 +110,15 @@ def test_moving_that_does_not_help_ends(line: Line, poll: EagerPoll) -> None:
     for _ in range(9):
         assert line.wait(poll, 20e-6) and line.sleeps == 1
     assert line.moves == 7, "the first few attempts may fail"
-    for _ in range(64):
-        assert line.wait(poll, 20e-6)
-    assert line.moves <= 12
     for _ in range(6400):
         assert line.wait(poll, 20e-6) and line.sleeps == 1
-    assert 95 <= line.moves <= 210
+    assert line.moves == 8
+    before = line.now
+    for _ in range(40):
+        for _ in range(200):
+            assert line.wait(poll, 20e-6)
+        line.now += 0.1
+    assert line.moves - 8 == pytest.approx(4 * (line.now - before), abs=2)
 
 
 def test_who_comes_now_and_then_moves_nobody(line: Line, poll: EagerPoll) -> None:
